@@ -64,7 +64,7 @@ template <class T>
 class [[nodiscard]] Result {
  public:
   using value_type = T;
-  Result(T value) : v_(std::move(value)) {}  // NOLINT(google-explicit-constructor)
+  Result(T value) : v_(std::move(value)) {}      // NOLINT(google-explicit-constructor)
   Result(Status error) : v_(std::move(error)) {  // NOLINT(google-explicit-constructor)
     DCP_CHECK(!std::get<1>(v_).ok());
   }
@@ -91,9 +91,9 @@ class [[nodiscard]] Result {
 
 #define DCP_CONCAT_(a, b) a##b
 #define DCP_CONCAT(a, b) DCP_CONCAT_(a, b)
-#define DCP_RETURN_IF_ERROR(expr)                           \
-  do {                                                      \
-    if (::dcp::Status s_ = (expr); !s_.ok()) return s_;     \
+#define DCP_RETURN_IF_ERROR(expr)                       \
+  do {                                                  \
+    if (::dcp::Status s_ = (expr); !s_.ok()) return s_; \
   } while (false)
 #define DCP_ASSIGN_OR_RETURN(lhs, expr) \
   DCP_ASSIGN_OR_RETURN_(DCP_CONCAT(r_, __COUNTER__), lhs, expr)

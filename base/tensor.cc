@@ -31,11 +31,10 @@ Status CheckTensor(std::string_view name, const TensorView& tensor, DType dtype,
   unsigned __int128 bytes = SizeOf(dtype);
   for (const std::int64_t dim : shape) bytes *= static_cast<std::uint64_t>(dim);
   if (bytes != tensor.bytes.size()) {
-    return Status(Reason::kByteSize, field + " has " + std::to_string(tensor.bytes.size()) +
-                                         " bytes, expected " +
-                                         std::to_string(static_cast<std::uint64_t>(bytes)) +
-                                         " for " + ShapeText(shape) + " " +
-                                         std::string(DTypeName(dtype)));
+    return Status(Reason::kByteSize,
+                  field + " has " + std::to_string(tensor.bytes.size()) + " bytes, expected " +
+                      std::to_string(static_cast<std::uint64_t>(bytes)) + " for " +
+                      ShapeText(shape) + " " + std::string(DTypeName(dtype)));
   }
   return Status::Ok();
 }

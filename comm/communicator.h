@@ -24,9 +24,10 @@ using MutBytes = std::span<std::byte>;
 //
 // Every operation takes a deadline. If it passes, if a peer fails, or if Abort is called, the
 // operation returns RANK_FAILED with a message that names the rank and the operation (a late rank
-// also in the metadata as "rank"), and the whole group is poisoned: every present and later call of every rank answers that first error at once. A
-// poisoned group is never used again; a new one is made under a new epoch. After a failed operation
-// the contents of output buffers are unspecified, and no peer still reads this rank's input.
+// also in the metadata as "rank"), and the whole group is poisoned: every present and later call of
+// every rank answers that first error at once. A poisoned group is never used again; a new one is
+// made under a new epoch. After a failed operation the contents of output buffers are unspecified,
+// and no peer still reads this rank's input.
 class Communicator {
  public:
   virtual ~Communicator() = default;

@@ -158,9 +158,8 @@ class InProcess final : public Communicator {
 
   Status DoReduceScatter(ConstBytes in, MutBytes out, DType dtype, TimePoint deadline,
                          StreamRef) override {
-    return Exchange(Op::kReduceScatter, in, deadline, [&] {
-      dtype == DType::kBf16 ? Reduce<Bf16>(out) : Reduce<float>(out);
-    });
+    return Exchange(Op::kReduceScatter, in, deadline,
+                    [&] { dtype == DType::kBf16 ? Reduce<Bf16>(out) : Reduce<float>(out); });
   }
 
   Status DoBarrier(TimePoint deadline, StreamRef) override {
@@ -213,8 +212,8 @@ class InProcess final : public Communicator {
 
 Result<std::vector<std::unique_ptr<Communicator>>> MakeInProcessGroup(const GroupSpec& spec) {
   if (spec.size < 1) {
-    return Status(Reason::kConfig, "group size is " + std::to_string(spec.size) +
-                                       ", expected at least 1");
+    return Status(Reason::kConfig,
+                  "group size is " + std::to_string(spec.size) + ", expected at least 1");
   }
   auto group = std::make_shared<Group>(spec.size);
   std::vector<std::unique_ptr<Communicator>> ranks;

@@ -17,8 +17,8 @@ class BlockPool {
   std::int64_t free() const { return static_cast<std::int64_t>(free_.size()); }
   int refs(BlockId b) const { return refs_[static_cast<std::size_t>(b)]; }
 
-  BlockId Take();        // one reference; precondition: free() > 0
-  void Ref(BlockId b);   // precondition: refs(b) > 0
+  BlockId Take();         // one reference; precondition: free() > 0
+  void Ref(BlockId b);    // precondition: refs(b) > 0
   void Unref(BlockId b);  // frees at 0; precondition: refs(b) > 0
 
  private:

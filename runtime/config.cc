@@ -37,7 +37,8 @@ AttentionGeometry EngineConfig::Geometry() const {
 Status Validate(const EngineConfig& c) {
   DCP_RETURN_IF_ERROR(InRange("ranks.count", c.ranks.count, 1, kMaxRanks));
   DCP_RETURN_IF_ERROR(InRange("ranks.cpu_threads", c.ranks.cpu_threads, 0, 1024));
-  DCP_RETURN_IF_ERROR(InRange<std::int64_t>("ranks.timeout_ms", c.ranks.timeout.count(), 1, 600000));
+  DCP_RETURN_IF_ERROR(
+      InRange<std::int64_t>("ranks.timeout_ms", c.ranks.timeout.count(), 1, 600000));
 
   DCP_RETURN_IF_ERROR(InRange("model.layers", c.model.layers, 1, 1024));
   DCP_RETURN_IF_ERROR(InRange("model.heads", c.model.heads, 1, 1024));
@@ -53,8 +54,8 @@ Status Validate(const EngineConfig& c) {
 
   DCP_RETURN_IF_ERROR(InRange("kv.page_tokens", c.kv.page_tokens, 1, 256));
   DCP_RETURN_IF_ERROR(ShardMap::Check(c.ranks.count, c.kv.interleave, c.kv.page_tokens));
-  DCP_RETURN_IF_ERROR(InRange<std::int64_t>("kv.blocks", c.kv.blocks, 1,
-                                            std::numeric_limits<std::int32_t>::max()));
+  DCP_RETURN_IF_ERROR(
+      InRange<std::int64_t>("kv.blocks", c.kv.blocks, 1, std::numeric_limits<std::int32_t>::max()));
 
   const LimitsConfig& l = c.limits;
   DCP_RETURN_IF_ERROR(InRange("limits.max_sequences", l.max_sequences, 1, 1 << 20));

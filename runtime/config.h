@@ -19,9 +19,9 @@ constexpr std::string_view ExchangeName(ExchangeKind kind) {
 
 struct ModelConfig {
   int layers = 0;
-  int heads = 0;         // query heads; divisible by ranks
-  int kv_lora_rank = 0;  // d_v
-  int rope_dim = 0;      // d_qk = kv_lora_rank + rope_dim
+  int heads = 0;             // query heads; divisible by ranks
+  int kv_lora_rank = 0;      // d_v
+  int rope_dim = 0;          // d_qk = kv_lora_rank + rope_dim
   double softmax_scale = 0;  // required: it does not follow from the dims (DeepSeek: 1/sqrt(192))
   int d_qk() const { return kv_lora_rank + rope_dim; }
 };
@@ -33,9 +33,9 @@ struct RanksConfig {
 };
 
 struct KvConfig {
-  int page_tokens = 16;      // tokens of one page on one rank
-  int interleave = 1;        // consecutive tokens of one owner; divides page_tokens
-  std::int64_t blocks = 0;   // pages of each rank; a block is one page on every rank
+  int page_tokens = 16;     // tokens of one page on one rank
+  int interleave = 1;       // consecutive tokens of one owner; divides page_tokens
+  std::int64_t blocks = 0;  // pages of each rank; a block is one page on every rank
 };
 
 struct AttentionConfig {
@@ -45,12 +45,12 @@ struct AttentionConfig {
 
 struct LimitsConfig {
   int max_sequences = 4096;
-  std::int64_t max_context = 131072;   // tokens of one sequence
-  int max_batch = 256;                 // entries of one step
-  int max_query_tokens = 8;            // tokens of one entry in one step
-  int max_step_tokens = 512;           // tokens of one step; sizes the ranks' buffers
-  int max_queue = 256;                 // requests waiting for the engine
-  int max_inflight = 32;               // unanswered items of one stream
+  std::int64_t max_context = 131072;  // tokens of one sequence
+  int max_batch = 256;                // entries of one step
+  int max_query_tokens = 8;           // tokens of one entry in one step
+  int max_step_tokens = 512;          // tokens of one step; sizes the ranks' buffers
+  int max_queue = 256;                // requests waiting for the engine
+  int max_inflight = 32;              // unanswered items of one stream
   int max_open_appends = 64;
   Millis default_step_timeout{5000};
   Millis max_step_timeout{60000};

@@ -21,7 +21,9 @@ constexpr Nanos kSpin = std::chrono::microseconds(20);
 constexpr Millis kTick{20};  // resolution of leases and idle appends
 
 Status Draining() { return Status(Reason::kDraining, "the server is stopping"); }
-Status RanksDown() { return Status(Reason::kRanksDown, "a rank did not come back after a failure"); }
+Status RanksDown() {
+  return Status(Reason::kRanksDown, "a rank did not come back after a failure");
+}
 
 }  // namespace
 
@@ -59,9 +61,9 @@ class Engine::Impl {
         refusal = Draining();
       } else if (!bounded_elsewhere &&
                  queue_.size() >= static_cast<std::size_t>(info_.config.limits.max_queue)) {
-        refusal = Status(Reason::kOverloaded, "limits.max_queue = " +
-                                                  std::to_string(info_.config.limits.max_queue) +
-                                                  " requests are waiting");
+        refusal = Status(Reason::kOverloaded,
+                         "limits.max_queue = " + std::to_string(info_.config.limits.max_queue) +
+                             " requests are waiting");
       } else {
         queue_.push_back(std::move(command));
         queued_.store(static_cast<int>(queue_.size()), std::memory_order_release);
@@ -240,22 +242,19 @@ Engine::~Engine() = default;
 Result<std::unique_ptr<Engine>> Engine::Create(const EngineConfig& config, EngineHooks hooks) {
   DCP_RETURN_IF_ERROR(Validate(config));
   const auto shared = std::make_shared<const EngineConfig>(config);
-  const std::span<const BackendEntry> table =
-      hooks.backends.empty() ? Backends() : hooks.backends;
-  DCP_ASSIGN_OR_RETURN(const BackendEntry* backend,
-                       SelectBackend(table, config.attention.backend, config.Geometry(),
-                                     Arch::kHost));
+  const std::span<const BackendEntry> table = hooks.backends.empty() ? Backends() : hooks.backends;
+  DCP_ASSIGN_OR_RETURN(const BackendEntry* backend, SelectBackend(table, config.attention.backend,
+                                                                  config.Geometry(), Arch::kHost));
   if (config.limits.max_query_tokens > backend->caps.max_query_tokens) {
     return Status(Reason::kConfig,
                   "limits.max_query_tokens = " + std::to_string(config.limits.max_query_tokens) +
                       ", backend " + std::string(backend->name) + " takes at most " +
                       std::to_string(backend->caps.max_query_tokens));
   }
-  DCP_ASSIGN_OR_RETURN(
-      std::unique_ptr<RankGroup> group,
-      RankGroup::Create(shared, *backend, hooks.poison_kv, hooks.rank_fault,
-                        hooks.make_port ? hooks.make_port : MakeLocalRankPort,
-                        hooks.make_group ? hooks.make_group : MakeInProcessGroup));
+  DCP_ASSIGN_OR_RETURN(std::unique_ptr<RankGroup> group,
+                       RankGroup::Create(shared, *backend, hooks.poison_kv, hooks.rank_fault,
+                                         hooks.make_port ? hooks.make_port : MakeLocalRankPort,
+                                         hooks.make_group ? hooks.make_group : MakeInProcessGroup));
   EngineInfo info{.config = config,
                   .backend = std::string(backend->name),
                   .lse_base = backend->caps.lse_base,
@@ -264,8 +263,8 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineConfig& config, Engin
                   .kv_bytes_per_rank = config.LatentBytes() * config.model.layers *
                                        config.kv.blocks * config.kv.page_tokens};
   auto core = std::make_unique<EngineCore>(shared, std::move(group));
-  return std::unique_ptr<Engine>(new Engine(
-      std::make_shared<Impl>(std::move(info), std::move(core), std::move(hooks))));
+  return std::unique_ptr<Engine>(
+      new Engine(std::make_shared<Impl>(std::move(info), std::move(core), std::move(hooks))));
 }
 
 EngineInfo Engine::info() const { return impl_->info(); }

@@ -6,8 +6,9 @@
 // must not block and must not call the blocking helpers below.
 //
 // A step or an append applies as a whole or not at all. If a rank fails, the running step answers
-// RANK_FAILED; when all ranks return within ranks.timeout the group is rebuilt under a new epoch and
-// every sequence is served at its committed length, else the engine answers RANKS_DOWN from then on.
+// RANK_FAILED; when all ranks return within ranks.timeout the group is rebuilt under a new epoch
+// and every sequence is served at its committed length, else the engine answers RANKS_DOWN from
+// then on.
 #pragma once
 
 #include <atomic>
@@ -28,11 +29,11 @@ using Done = std::function<void(Result<T>)>;
 
 // What a program or a test may put in place of the defaults.
 struct EngineHooks {
-  std::span<const BackendEntry> backends;  // empty: Backends()
-  MakeGroupFn make_group;                  // empty: MakeInProcessGroup
-  MakeRankPortFn make_port;                // empty: MakeLocalRankPort
-  RankFaultHook rank_fault;                // called in every phase of every rank; tests only
-  bool poison_kv = false;                  // fill the KV pool with NaN at start
+  std::span<const BackendEntry> backends;     // empty: Backends()
+  MakeGroupFn make_group;                     // empty: MakeInProcessGroup
+  MakeRankPortFn make_port;                   // empty: MakeLocalRankPort
+  RankFaultHook rank_fault;                   // called in every phase of every rank; tests only
+  bool poison_kv = false;                     // fill the KV pool with NaN at start
   std::function<void(EngineState)> on_state;  // called on the engine's thread at each change
 };
 
@@ -54,7 +55,8 @@ class Engine {
   // Starts the ranks, probes the backend's contract on each and makes them agree. Errors: CONFIG,
   // UNSUPPORTED, BACKEND_CONTRACT, RANK_FAILED, KV_CAPACITY (pool does not fit into memory).
   static Result<std::unique_ptr<Engine>> Create(const EngineConfig& config, EngineHooks hooks = {});
-  ~Engine();  // answers what is queued with DRAINING, waits for the ranks (bounded by ranks.timeout)
+  ~Engine();  // answers what is queued with DRAINING, waits for the ranks (bounded by
+              // ranks.timeout)
 
   EngineInfo info() const;
   LoadInfo load() const;  // a snapshot; never waits for a step
@@ -69,12 +71,12 @@ class Engine {
 
   StepHandle SubmitStep(StepRequest request, Done<StepReply> done);
 
-  // Begin reserves; WriteAppend copies a chunk into reserved pages (the chunk's bytes are free again
-  // at completion); Commit makes all layers visible at once or answers COVERAGE; Cancel returns
-  // every block. Any error but OVERLOADED ends the append. `on_lost` runs once if the engine ends
-  // it by itself: APPEND_IDLE, APPEND_CANCELLED (release, lease), RANK_FAILED, RANKS_DOWN.
-  void BeginAppend(AppendRequest request, std::function<void(Status)> on_lost,
-                   Done<AppendId> done);
+  // Begin reserves; WriteAppend copies a chunk into reserved pages (the chunk's bytes are free
+  // again at completion); Commit makes all layers visible at once or answers COVERAGE; Cancel
+  // returns every block. Any error but OVERLOADED ends the append. `on_lost` runs once if the
+  // engine ends it by itself: APPEND_IDLE, APPEND_CANCELLED (release, lease), RANK_FAILED,
+  // RANKS_DOWN.
+  void BeginAppend(AppendRequest request, std::function<void(Status)> on_lost, Done<AppendId> done);
   void WriteAppend(AppendId append, AppendChunk chunk, Done<AppendId> done);
   void CommitAppend(AppendId append, Done<AppendReply> done);
   void CancelAppend(AppendId append);

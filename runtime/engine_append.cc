@@ -37,16 +37,16 @@ Status EngineCore::StageBlocks(Sequence& sequence, const AppendRequest& request)
   const std::int64_t last = shards_.Block(GlobalPos(request.start + request.count - 1));
   BlockChanges changes;
   std::vector<PageCopy> copies;
-  DCP_RETURN_IF_ERROR(ReserveBlocks(sequence, request.start, request.count, shards_, pool_,
-                                    changes, copies));
+  DCP_RETURN_IF_ERROR(
+      ReserveBlocks(sequence, request.start, request.count, shards_, pool_, changes, copies));
   if (!copies.empty()) {
     const auto buffers = group_->Buffers();
     buffers->new_kv = {};
     buffers->query = {};
     buffers->output.clear();
     buffers->lse.clear();
-    WriteTokensMessage(RankMode::kWrite, request.layer_begin, request.start, 0, {}, copies,
-                       shards_, *buffers);
+    WriteTokensMessage(RankMode::kWrite, request.layer_begin, request.start, 0, {}, copies, shards_,
+                       *buffers);
     if (const StepOutcome outcome = RunRanks(buffers); !outcome.status.ok()) {
       DropBlocks(changes, pool_);
       return outcome.status;
@@ -83,9 +83,9 @@ Result<AppendId> EngineCore::BeginAppend(const AppendRequest& request,
   DCP_ASSIGN_OR_RETURN(Sequence * sequence, sequences_.Find(request.sequence));
   DCP_ASSIGN_OR_RETURN(const Verdict verdict, JudgeAppend(*sequence, request));
   if (appends_.size() >= static_cast<std::size_t>(config_->limits.max_open_appends)) {
-    return Status(Reason::kOverloaded, "limits.max_open_appends = " +
-                                           std::to_string(config_->limits.max_open_appends) +
-                                           " are open");
+    return Status(Reason::kOverloaded,
+                  "limits.max_open_appends = " + std::to_string(config_->limits.max_open_appends) +
+                      " are open");
   }
   const bool replay = verdict == Verdict::kReplay;
   if (!replay) DCP_RETURN_IF_ERROR(StageBlocks(*sequence, request));
@@ -116,8 +116,8 @@ Status EngineCore::WriteChunk(OpenAppend& append, const AppendChunk& chunk) {
   const AppendRequest& request = append.request;
   const std::int32_t index = chunk.layer - request.layer_begin;
   if (index < 0 || index >= request.layer_count) {
-    return Status(Reason::kLayer, "chunk layer is " + std::to_string(chunk.layer) +
-                                      ", outside the append's range");
+    return Status(Reason::kLayer,
+                  "chunk layer is " + std::to_string(chunk.layer) + ", outside the append's range");
   }
   const std::int64_t n = chunk.latents.shape.empty() ? 0 : chunk.latents.shape[0];
   const std::array<std::int64_t, 2> shape{std::max<std::int64_t>(n, 1), config_->model.d_qk()};

@@ -57,8 +57,7 @@ std::string LayerName(const std::string& id, std::int32_t layer) {
 
 }  // namespace
 
-EngineCore::EngineCore(std::shared_ptr<const EngineConfig> config,
-                       std::unique_ptr<RankGroup> group)
+EngineCore::EngineCore(std::shared_ptr<const EngineConfig> config, std::unique_ptr<RankGroup> group)
     : config_(std::move(config)),
       shards_(config_->ranks.count, config_->kv.interleave, config_->kv.page_tokens),
       group_(std::move(group)),
@@ -86,9 +85,9 @@ Result<CreateReply> EngineCore::Create(const CreateRequest& request) {
   DCP_RETURN_IF_ERROR(CheckSequenceId(request.id));
   DCP_RETURN_IF_ERROR(CheckRequestId(request.request_id));
   if (request.softmax_scale != config_->model.softmax_scale) {
-    return Status(Reason::kGeometry,
-                  "softmax_scale is " + std::to_string(request.softmax_scale) +
-                      ", this server's is " + std::to_string(config_->model.softmax_scale));
+    return Status(Reason::kGeometry, "softmax_scale is " + std::to_string(request.softmax_scale) +
+                                         ", this server's is " +
+                                         std::to_string(config_->model.softmax_scale));
   }
   DCP_RETURN_IF_ERROR(CheckLease(request.lease));
   Origin origin{.request_id = request.request_id,
@@ -119,14 +118,13 @@ Result<CreateReply> EngineCore::Fork(const ForkRequest& request) {
   if (child != nullptr) return CreateReply{child->generation, group_->epoch()};
   DCP_ASSIGN_OR_RETURN(const Sequence* parent, sequences_.Find(request.parent));
   if (request.at_length > parent->ShortestLayer()) {
-    return Status(Reason::kIncompleteToken,
-                  "at_length is " + std::to_string(request.at_length) +
-                      ", the shortest layer of \"" + parent->id + "\" has " +
-                      std::to_string(parent->ShortestLayer()) + " tokens")
+    return Status(Reason::kIncompleteToken, "at_length is " + std::to_string(request.at_length) +
+                                                ", the shortest layer of \"" + parent->id +
+                                                "\" has " +
+                                                std::to_string(parent->ShortestLayer()) + " tokens")
         .With("actual_length", std::to_string(parent->ShortestLayer()));
   }
-  DCP_ASSIGN_OR_RETURN(child,
-                       sequences_.Add(request.id, std::move(origin), config_->model.layers));
+  DCP_ASSIGN_OR_RETURN(child, sequences_.Add(request.id, std::move(origin), config_->model.layers));
   const std::int64_t blocks = shards_.Blocks(Tokens(request.at_length));
   child->table.assign(parent->table.begin(), parent->table.begin() + blocks);
   for (const BlockId b : child->table) pool_.Ref(b);
@@ -185,8 +183,8 @@ SequenceInfo EngineCore::InfoOf(const Sequence& sequence) const {
   info.shared_blocks =
       std::ranges::count_if(sequence.table, [this](BlockId b) { return pool_.refs(b) > 1; });
   if (sequence.origin.lease) {
-    info.lease_remaining = std::max(
-        Millis(0), std::chrono::duration_cast<Millis>(sequence.lease_end - Clock::now()));
+    info.lease_remaining =
+        std::max(Millis(0), std::chrono::duration_cast<Millis>(sequence.lease_end - Clock::now()));
   }
   return info;
 }
@@ -228,8 +226,8 @@ Status EngineCore::CheckStepShape(const StepRequest& request) {
   const LimitsConfig& limits = config_->limits;
   const ModelConfig& model = config_->model;
   if (request.layer < 0 || request.layer >= model.layers) {
-    return Status(Reason::kLayer, "layer is " + std::to_string(request.layer) +
-                                      ", expected 0 to " + std::to_string(model.layers - 1));
+    return Status(Reason::kLayer, "layer is " + std::to_string(request.layer) + ", expected 0 to " +
+                                      std::to_string(model.layers - 1));
   }
   const std::size_t batch = request.entries.size();
   if (batch == 0 || batch > static_cast<std::size_t>(limits.max_batch)) {
@@ -288,12 +286,12 @@ Status EngineCore::PlanStep(const StepRequest& request) {
     const std::string name = LayerName(sequence->id, request.layer);
     Verdict verdict = Verdict::kRead;
     if (request.new_kv) {
-      DCP_ASSIGN_OR_RETURN(verdict, JudgeWrite(layer,
-                                               {.step_id = request.step_id,
-                                                .start = e.start,
-                                                .count = e.count,
-                                                .rewind = e.rewind},
-                                               config_->limits.max_context, name));
+      DCP_ASSIGN_OR_RETURN(
+          verdict,
+          JudgeWrite(
+              layer,
+              {.step_id = request.step_id, .start = e.start, .count = e.count, .rewind = e.rewind},
+              config_->limits.max_context, name));
     } else {
       DCP_RETURN_IF_ERROR(JudgeRead(layer, e.start, e.count, name));
     }

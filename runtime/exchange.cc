@@ -139,8 +139,8 @@ struct ExchangeRun {
       from_bits = BoundsFromBits(sources);
       merge.bounds = from_bits.data();
     }
-    result.faulty_rows = WithLogBase(
-        args.partial_base, [&](auto base) { return MergePartials<base()>(merge); });
+    result.faulty_rows =
+        WithLogBase(args.partial_base, [&](auto base) { return MergePartials<base()>(merge); });
     result.merge = Lap();
     return Status::Ok();
   }
@@ -234,12 +234,11 @@ struct ExchangeRun {
         args.output_dtype == DType::kBf16 ? StoreRow<Bf16>(out, row.data(), s.d_v)
                                           : StoreRow<float>(out, row.data(), s.d_v);
         if (args.lse.rows > 0) {
-          const float value = args.lse_base == LogBase::kE
-                                  ? LseCast<LogBase::kE>(merged.lse).raw
-                                  : LseCast<LogBase::kTwo>(merged.lse).raw;
-          std::memcpy(args.lse.data + t * args.lse.stride +
-                          static_cast<std::size_t>(h) * sizeof(float),
-                      &value, sizeof(value));
+          const float value = args.lse_base == LogBase::kE ? LseCast<LogBase::kE>(merged.lse).raw
+                                                           : LseCast<LogBase::kTwo>(merged.lse).raw;
+          std::memcpy(
+              args.lse.data + t * args.lse.stride + static_cast<std::size_t>(h) * sizeof(float),
+              &value, sizeof(value));
         }
       }
     }

@@ -57,9 +57,9 @@ struct ExchangeArgs {
   std::span<const std::int32_t> bounds;  // [ranks, tokens] local keys a token sees on each rank
   LogBase partial_base = LogBase::kE;    // the backend's declared base
   DType output_dtype = DType::kBf16;
-  StridedBytes output;                   // [tokens][heads / ranks, d_v]
-  StridedBytes lse;                      // [tokens][heads / ranks] f32, or no rows
-  LogBase lse_base = LogBase::kE;        // of `lse`
+  StridedBytes output;             // [tokens][heads / ranks, d_v]
+  StridedBytes lse;                // [tokens][heads / ranks] f32, or no rows
+  LogBase lse_base = LogBase::kE;  // of `lse`
   TimePoint deadline;
 };
 

@@ -26,8 +26,8 @@ Result<KvStore> KvStore::Create(const EngineConfig& c, bool poison) {
   if (wanted > memory) {
     const auto gib = [](__int128 b) { return std::to_string(static_cast<double>(b) / (1 << 30)); };
     return Status(Reason::kKvCapacity, "the KV pools of " + std::to_string(c.ranks.count) +
-                                           " ranks need " + gib(wanted) +
-                                           " GiB, this host has " + gib(memory) +
+                                           " ranks need " + gib(wanted) + " GiB, this host has " +
+                                           gib(memory) +
                                            "; lower kv.blocks = " + std::to_string(c.kv.blocks));
   }
   const auto bytes = static_cast<std::size_t>(Bytes(c));
@@ -82,9 +82,8 @@ bool KvStore::Contains(const StepView& step) const {
   const auto page_ok = [this](std::int32_t page) { return page >= 0 && page < blocks_; };
   return step.header->layer >= 0 && step.header->layer < layers_ &&
          std::ranges::all_of(step.block_table, page_ok) &&
-         std::ranges::all_of(step.copies, [&](const PageCopy& c) {
-           return page_ok(c.from) && page_ok(c.to);
-         }) &&
+         std::ranges::all_of(step.copies,
+                             [&](const PageCopy& c) { return page_ok(c.from) && page_ok(c.to); }) &&
          std::ranges::all_of(step.slots,
                              [this](std::int64_t s) { return s < blocks_ * page_tokens_; });
 }

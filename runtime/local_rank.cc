@@ -126,10 +126,10 @@ class Worker {
       // The communicator's errors are RANK_FAILED and name a peer; all others are this rank's own.
       if (!result.status.ok() && result.status.reason() != Reason::kRankFailed) {
         result.own_fault = true;
-        result.status = Status(Reason::kRankFailed, "rank " + std::to_string(setup_.rank) +
-                                                        " failed in " +
-                                                        std::string(PhaseName(result.phase)) +
-                                                        ": " + result.status.message());
+        result.status =
+            Status(Reason::kRankFailed, "rank " + std::to_string(setup_.rank) + " failed in " +
+                                            std::string(PhaseName(result.phase)) + ": " +
+                                            result.status.message());
         if (auto comm = communicator()) comm->Abort(result.status);  // peers must not wait
       }
       phase_.store(RankPhase::kIdle, std::memory_order_relaxed);
@@ -225,9 +225,9 @@ class Worker {
                                 .lse_base = static_cast<LogBase>(h.lse_base),
                                 .deadline = deadline};
     const auto comm = communicator();
-    DCP_ASSIGN_OR_RETURN(const ExchangeResult done,
-                         RunExchange(exchange_, *comm, exchange,
-                                     [this](RankPhase phase) { return Enter(phase); }));
+    DCP_ASSIGN_OR_RETURN(
+        const ExchangeResult done,
+        RunExchange(exchange_, *comm, exchange, [this](RankPhase phase) { return Enter(phase); }));
     result.faulty_rows = done.faulty_rows;
     result.exchange = done.exchange;
     result.merge = done.merge;

@@ -46,7 +46,7 @@ struct RankGroup::Board {
   std::mutex mutex;
   std::condition_variable changed;
   std::atomic<int> pending{0};
-  std::atomic<bool> attention{false};             // all are back, or one has failed
+  std::atomic<bool> attention{false};              // all are back, or one has failed
   std::vector<std::optional<RankResult>> results;  // guarded by mutex
   std::optional<RankResult> first_error;           // guarded by mutex
 };
@@ -58,8 +58,7 @@ RankGroup::~RankGroup() = default;
 
 Result<std::unique_ptr<RankGroup>> RankGroup::Create(std::shared_ptr<const EngineConfig> config,
                                                      const BackendEntry& backend, bool poison_kv,
-                                                     RankFaultHook fault,
-                                                     MakeRankPortFn make_port,
+                                                     RankFaultHook fault, MakeRankPortFn make_port,
                                                      MakeGroupFn make_group) {
   std::unique_ptr<RankGroup> group(new RankGroup(config));
   group->make_group_ = std::move(make_group);
@@ -69,15 +68,14 @@ Result<std::unique_ptr<RankGroup>> RankGroup::Create(std::shared_ptr<const Engin
   // Rank threads work too: only cores beyond them get an extra thread.
   const auto pool = std::make_shared<WorkerPool>(std::max(0, threads - config->ranks.count));
   for (int r = 0; r < config->ranks.count; ++r) {
-    const RankSetup setup{.rank = r,
-                          .config = config,
-                          .backend = backend,
-                          .pool = pool,
-                          .poison_kv = poison_kv,
-                          .fault = fault,
-                          .done = [board = group->board_](const RankResult& result) {
-                            board->Put(result);
-                          }};
+    const RankSetup setup{
+        .rank = r,
+        .config = config,
+        .backend = backend,
+        .pool = pool,
+        .poison_kv = poison_kv,
+        .fault = fault,
+        .done = [board = group->board_](const RankResult& result) { board->Put(result); }};
     DCP_ASSIGN_OR_RETURN(std::unique_ptr<RankPort> port, make_port(setup));
     group->ports_.push_back(std::move(port));
   }
@@ -122,21 +120,21 @@ void RankGroup::Start(const std::shared_ptr<StepBuffers>& buffers) {
       static_cast<std::int64_t>(config_->model.heads) * static_cast<std::int64_t>(sizeof(float));
   const std::int64_t lse_rows = buffers->lse.empty() ? 0 : header->tokens;
   for (int r = 0; r < ranks; ++r) {
-    RankStep step{.common = buffers->common,
-                  .own = std::as_bytes(std::span(buffers->slots[Index(r)])),
-                  .query = buffers->query,
-                  .new_kv = buffers->new_kv,
-                  .output = {.data = reinterpret_cast<std::byte*>(buffers->output.data()) +
-                                     r * out_row,
-                             .rows = header->tokens,
-                             .row_bytes = out_row,
-                             .stride = out_stride},
-                  .lse = {.data = reinterpret_cast<std::byte*>(buffers->lse.data()) +
-                                  (lse_rows > 0 ? r * lse_stride / ranks : 0),
-                          .rows = lse_rows,
-                          .row_bytes = lse_stride / ranks,
-                          .stride = lse_stride},
-                  .hold = buffers};
+    RankStep step{
+        .common = buffers->common,
+        .own = std::as_bytes(std::span(buffers->slots[Index(r)])),
+        .query = buffers->query,
+        .new_kv = buffers->new_kv,
+        .output = {.data = reinterpret_cast<std::byte*>(buffers->output.data()) + r * out_row,
+                   .rows = header->tokens,
+                   .row_bytes = out_row,
+                   .stride = out_stride},
+        .lse = {.data = reinterpret_cast<std::byte*>(buffers->lse.data()) +
+                        (lse_rows > 0 ? r * lse_stride / ranks : 0),
+                .rows = lse_rows,
+                .row_bytes = lse_stride / ranks,
+                .stride = lse_stride},
+        .hold = buffers};
     ports_[Index(r)]->Start(step);
   }
 }
@@ -198,8 +196,8 @@ Status RankGroup::Fail() {
   std::string text;
   int rank = late;
   std::optional<RankPhase> phase;
-  const auto own = std::ranges::find_if(board.results,
-                                        [](const auto& r) { return r && r->own_fault; });
+  const auto own =
+      std::ranges::find_if(board.results, [](const auto& r) { return r && r->own_fault; });
   if (own != board.results.end()) {
     rank = (*own)->rank;
     phase = (*own)->phase;

@@ -83,13 +83,14 @@ Result<StepView> ParseStep(ConstBytes common, ConstBytes own) {
   const auto ints = [base](std::size_t at, std::size_t n) {
     return std::span(reinterpret_cast<const std::int32_t*>(base + at), n);
   };
-  StepView view{.header = h,
-                .entry_begin = ints(sizeof(StepHeader), s.entry_begin),
-                .bounds = ints(s.bounds_at, s.bounds),
-                .block_table = ints(s.table_at, s.block_table),
-                .copies = std::span(reinterpret_cast<const PageCopy*>(base + s.copies_at), s.copies),
-                .slots = std::span(reinterpret_cast<const std::int64_t*>(own.data()),
-                                   static_cast<std::size_t>(h->tokens))};
+  StepView view{
+      .header = h,
+      .entry_begin = ints(sizeof(StepHeader), s.entry_begin),
+      .bounds = ints(s.bounds_at, s.bounds),
+      .block_table = ints(s.table_at, s.block_table),
+      .copies = std::span(reinterpret_cast<const PageCopy*>(base + s.copies_at), s.copies),
+      .slots = std::span(reinterpret_cast<const std::int64_t*>(own.data()),
+                         static_cast<std::size_t>(h->tokens))};
   for (std::size_t e = 0; e < view.entry_begin.size(); ++e) {
     const std::int32_t low = e == 0 ? 0 : view.entry_begin[e - 1];
     if (view.entry_begin[e] < low || view.entry_begin[e] > h->tokens) {

@@ -33,19 +33,19 @@ struct StepHeader {
   std::uint32_t magic = kMagic;
   std::uint32_t version = kVersion;
   std::uint64_t epoch = 0;
-  std::uint64_t ticket = 0;       // names this step in results
-  std::int64_t timeout_ns = 0;    // bound of the rank's waits for its peers
+  std::uint64_t ticket = 0;     // names this step in results
+  std::int64_t timeout_ns = 0;  // bound of the rank's waits for its peers
   std::int32_t layer = 0;
   std::int32_t ranks = 0;
   std::int32_t entries = 0;
   std::int32_t tokens = 0;
   std::int32_t table_stride = 0;  // pages a row of the block table has
   std::int32_t copies = 0;
-  std::uint8_t mode = 0;          // RankMode
+  std::uint8_t mode = 0;  // RankMode
   std::uint8_t has_new_kv = 0;
   std::uint8_t output_dtype = 0;  // DType
   std::uint8_t return_lse = 0;
-  std::uint8_t lse_base = 0;      // LogBase of the returned LSE
+  std::uint8_t lse_base = 0;  // LogBase of the returned LSE
   std::uint8_t reserved[3] = {};
 };
 static_assert(sizeof(StepHeader) == 64);
@@ -64,7 +64,7 @@ struct StepView {
   std::span<const std::int32_t> block_table;  // [entries, table_stride] pages
   std::span<const PageCopy> copies;           // [copies] whole pages, all layers, before any write
   std::span<const std::int64_t> slots;        // own part: [tokens] page * page_tokens + slot where
-                                              // the token's latent lives on this rank, -1: elsewhere
+                                        // the token's latent lives on this rank, -1: elsewhere
 };
 
 // Sizes of the two parts; a writer fills them through MutableStep.
@@ -90,10 +90,10 @@ struct StridedBytes {
 struct RankStep {
   ConstBytes common;
   ConstBytes own;
-  ConstBytes query;     // [tokens, heads, d_qk] bf16
-  ConstBytes new_kv;    // [tokens, d_qk] bf16, or empty
-  StridedBytes output;  // [tokens][heads / ranks, d_v]: this rank's head slice
-  StridedBytes lse;     // [tokens][heads / ranks] f32, or no rows
+  ConstBytes query;                  // [tokens, heads, d_qk] bf16
+  ConstBytes new_kv;                 // [tokens, d_qk] bf16, or empty
+  StridedBytes output;               // [tokens][heads / ranks, d_v]: this rank's head slice
+  StridedBytes lse;                  // [tokens][heads / ranks] f32, or no rows
   std::shared_ptr<const void> hold;  // owns all of the bytes above
 };
 
@@ -103,7 +103,7 @@ struct RankResult {
   Status status;                       // RANK_FAILED on a fault of this rank or of a peer
   bool own_fault = false;              // `status` arose here, not at a peer
   RankPhase phase = RankPhase::kIdle;  // where `status` arose
-  std::int32_t mismatch_token = -1;  // kCompare: first token that differs from what is stored
+  std::int32_t mismatch_token = -1;    // kCompare: first token that differs from what is stored
   std::int64_t faulty_rows = 0;
   Nanos write{}, attend{}, exchange{}, merge{};
 };

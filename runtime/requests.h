@@ -18,8 +18,8 @@ namespace dcp {
 
 // Names one life of a sequence: after release and re-creation the generation differs.
 struct SequenceRef {
-  std::string id;                 // 1..128 characters of [A-Za-z0-9._:/-]
-  std::uint64_t generation = 0;   // from Create or Fork
+  std::string id;                // 1..128 characters of [A-Za-z0-9._:/-]
+  std::uint64_t generation = 0;  // from Create or Fork
 };
 
 struct CreateRequest {
@@ -100,11 +100,11 @@ struct StepRequest {
   std::uint64_t step_id = 0;  // > 0 when new_kv is present
   std::int32_t layer = 0;
   std::vector<StepEntry> entries;
-  TensorView query;                  // [T, H, d_qk] bf16, T = sum of counts, entries in order
-  std::optional<TensorView> new_kv;  // [T, d_qk] bf16; absent: every entry is a read
-  std::optional<DType> output_dtype;    // required
-  std::optional<LogBase> lse_base;      // present: return LSE in this base
-  std::optional<Millis> timeout;        // absent: the server's default
+  TensorView query;                   // [T, H, d_qk] bf16, T = sum of counts, entries in order
+  std::optional<TensorView> new_kv;   // [T, d_qk] bf16; absent: every entry is a read
+  std::optional<DType> output_dtype;  // required
+  std::optional<LogBase> lse_base;    // present: return LSE in this base
+  std::optional<Millis> timeout;      // absent: the server's default
   std::optional<std::uint64_t> expected_epoch;
   // Keeps the bytes behind the tensors alive. Held until every rank has returned, which may be
   // after the answer when a rank is stuck.
@@ -118,8 +118,8 @@ struct StepTiming {
 };
 
 struct StepReply {
-  std::string output;       // [T, H, d_v] bf16 | f32; std::string so that it moves into a message
-  std::vector<float> lse;   // [T, H] in the asked base; empty when not asked
+  std::string output;      // [T, H, d_v] bf16 | f32; std::string so that it moves into a message
+  std::vector<float> lse;  // [T, H] in the asked base; empty when not asked
   std::int64_t faulty_rows = 0;  // rows (token, head) that are not finite
   StepTiming timing;
   std::uint64_t epoch = 0;
@@ -165,8 +165,8 @@ struct LoadInfo {
 
 struct EngineInfo {
   EngineConfig config;
-  std::string backend;       // chosen attention backend
-  LogBase lse_base{};        // it declares
+  std::string backend;  // chosen attention backend
+  LogBase lse_base{};   // it declares
   EmptyMark empty_mark{};
   std::int64_t block_tokens = 0;
   std::int64_t kv_bytes_per_rank = 0;

@@ -17,16 +17,17 @@ enum class Fault {
   kEmptinessFromBits,  // a partial counts unless its LSE is -inf
   kOwnerOffAtPageEdge,
   kCowSkipped,
-  kRewindKeepsOld,     // a rewind does not overwrite old latents
+  kRewindKeepsOld,  // a rewind does not overwrite old latents
   kReplayAppendsTwice,
-  kLayerShifted,       // layer l written to l + 1
-  kStalePageTable,     // attention reads the table from before the step
+  kLayerShifted,    // layer l written to l + 1
+  kStalePageTable,  // attention reads the table from before the step
 };
 
 inline constexpr std::string_view kFaultNames[] = {
-    "base_swapped",     "lse_bf16",           "bound_local_minus_k",     "last_token_missed",
-    "token_beyond_seen", "emptiness_from_bits", "owner_off_at_page_edge", "cow_skipped",
-    "rewind_keeps_old", "replay_appends_twice", "layer_shifted",          "stale_page_table",
+    "base_swapped",           "lse_bf16",          "bound_local_minus_k",
+    "last_token_missed",      "token_beyond_seen", "emptiness_from_bits",
+    "owner_off_at_page_edge", "cow_skipped",       "rewind_keeps_old",
+    "replay_appends_twice",   "layer_shifted",     "stale_page_table",
 };
 
 #if defined(DCP_SABOTAGE)

@@ -66,10 +66,10 @@ Result<Sequence*> SequenceTable::Find(const SequenceRef& ref) {
     return Status(Reason::kSequenceNotFound, "sequence \"" + ref.id + "\" does not exist");
   }
   if (sequence->generation != ref.generation) {
-    return Status(Reason::kSequenceGeneration,
-                  "sequence \"" + ref.id + "\" has generation " +
-                      std::to_string(sequence->generation) + ", the request names " +
-                      std::to_string(ref.generation))
+    return Status(Reason::kSequenceGeneration, "sequence \"" + ref.id + "\" has generation " +
+                                                   std::to_string(sequence->generation) +
+                                                   ", the request names " +
+                                                   std::to_string(ref.generation))
         .With("generation", std::to_string(sequence->generation));
   }
   Renew(*sequence);
@@ -95,8 +95,8 @@ Result<Sequence*> SequenceTable::FindEarlier(const std::string& id, const Origin
 
 Result<Sequence*> SequenceTable::Add(std::string id, Origin origin, int layers) {
   if (size() >= max_sequences_) {
-    return Status(Reason::kSequenceLimit, "limits.max_sequences = " +
-                                              std::to_string(max_sequences_) + " are live");
+    return Status(Reason::kSequenceLimit,
+                  "limits.max_sequences = " + std::to_string(max_sequences_) + " are live");
   }
   auto sequence = std::make_unique<Sequence>();
   sequence->id = std::move(id);

@@ -13,8 +13,7 @@ namespace {
 // Where token p lives on rank r, or -1 if r does not own it.
 std::int64_t SlotOn(const ShardMap& shards, Rank r, GlobalPos p, BlockId block) {
   Rank owner = shards.Owner(p);
-  if (Sabotaged(Fault::kOwnerOffAtPageEdge) &&
-      shards.SlotInPage(p) == shards.page_tokens() - 1) {
+  if (Sabotaged(Fault::kOwnerOffAtPageEdge) && shards.SlotInPage(p) == shards.page_tokens() - 1) {
     owner = Rank((owner.value() + 1) % shards.ranks());
   }
   if (owner != r) return -1;
@@ -98,8 +97,7 @@ void DropBlocks(BlockChanges& changes, BlockPool& pool) {
 }
 
 bool StepPlan::HasVerdict(Verdict verdict) const {
-  return std::ranges::any_of(entries,
-                             [&](const PlannedEntry& e) { return e.verdict == verdict; });
+  return std::ranges::any_of(entries, [&](const PlannedEntry& e) { return e.verdict == verdict; });
 }
 
 namespace {
@@ -112,8 +110,7 @@ Status StepPlan::Reserve(const ShardMap& shards, BlockPool& pool) {
   copies.clear();
   for (PlannedEntry& e : entries) {
     if (!Writes(e)) continue;
-    Status status =
-        ReserveBlocks(*e.sequence, e.start, e.count, shards, pool, e.blocks, copies);
+    Status status = ReserveBlocks(*e.sequence, e.start, e.count, shards, pool, e.blocks, copies);
     if (!status.ok()) {
       for (PlannedEntry& taken : entries) DropBlocks(taken.blocks, pool);
       return status;
@@ -157,21 +154,20 @@ void WriteMessage(const StepPlan& plan, const ShardMap& shards, const MessageOpt
   for (const PlannedEntry& e : plan.entries) {
     stride = std::max(stride, shards.Blocks(Tokens(e.start + e.count)));
   }
-  const MutableStep m =
-      LayOutCommon({.layer = plan.layer,
-                    .ranks = shards.ranks(),
-                    .entries = static_cast<std::int32_t>(plan.entries.size()),
-                    .tokens = static_cast<std::int32_t>(plan.tokens),
-                    .table_stride = static_cast<std::int32_t>(stride),
-                    .copies = options.mode == RankMode::kCompare
-                                  ? 0
-                                  : static_cast<std::int32_t>(plan.copies.size()),
-                    .mode = static_cast<std::uint8_t>(options.mode),
-                    .has_new_kv = buffers.new_kv.empty() ? std::uint8_t{0} : std::uint8_t{1},
-                    .output_dtype = static_cast<std::uint8_t>(options.output_dtype),
-                    .return_lse = options.return_lse ? std::uint8_t{1} : std::uint8_t{0},
-                    .lse_base = static_cast<std::uint8_t>(options.lse_base)},
-                   buffers.common);
+  const MutableStep m = LayOutCommon(
+      {.layer = plan.layer,
+       .ranks = shards.ranks(),
+       .entries = static_cast<std::int32_t>(plan.entries.size()),
+       .tokens = static_cast<std::int32_t>(plan.tokens),
+       .table_stride = static_cast<std::int32_t>(stride),
+       .copies =
+           options.mode == RankMode::kCompare ? 0 : static_cast<std::int32_t>(plan.copies.size()),
+       .mode = static_cast<std::uint8_t>(options.mode),
+       .has_new_kv = buffers.new_kv.empty() ? std::uint8_t{0} : std::uint8_t{1},
+       .output_dtype = static_cast<std::uint8_t>(options.output_dtype),
+       .return_lse = options.return_lse ? std::uint8_t{1} : std::uint8_t{0},
+       .lse_base = static_cast<std::uint8_t>(options.lse_base)},
+      buffers.common);
   std::ranges::copy(std::span(plan.copies).first(m.copies.size()), m.copies.begin());
   for (auto& slots : buffers.slots) {
     slots.assign(static_cast<std::size_t>(plan.tokens), std::int64_t{-1});
@@ -188,23 +184,21 @@ void WriteMessage(const StepPlan& plan, const ShardMap& shards, const MessageOpt
     for (std::int64_t b = 0; b < stride; ++b) {
       // Items past the entry's own blocks are never read; 0 keeps them inside the pool.
       const bool stale = Sabotaged(Fault::kStalePageTable) && b < in_table;
-      row[static_cast<std::size_t>(b)] =
-          b >= blocks ? 0
-          : stale     ? e.sequence->table[static_cast<std::size_t>(b)]
-                      : e.blocks.At(*e.sequence, b);
+      row[static_cast<std::size_t>(b)] = b >= blocks ? 0
+                                         : stale ? e.sequence->table[static_cast<std::size_t>(b)]
+                                                 : e.blocks.At(*e.sequence, b);
     }
-    const bool carries = options.mode == RankMode::kCompare ? e.verdict == Verdict::kReplay
-                                                            : Writes(e);
+    const bool carries =
+        options.mode == RankMode::kCompare ? e.verdict == Verdict::kReplay : Writes(e);
     const std::int64_t old_length = e.sequence->layers[static_cast<std::size_t>(plan.layer)].length;
     for (std::int64_t j = 0; j < e.count; ++j, ++token) {
       const GlobalPos p(e.start + j);
       const BlockId block = e.blocks.At(*e.sequence, shards.Block(p));
-      const bool keeps_old = Sabotaged(Fault::kRewindKeepsOld) &&
-                             e.verdict == Verdict::kRewind && p.value() < old_length;
+      const bool keeps_old = Sabotaged(Fault::kRewindKeepsOld) && e.verdict == Verdict::kRewind &&
+                             p.value() < old_length;
       for (std::int64_t r = 0; r < ranks; ++r) {
         const Rank rank(static_cast<std::int32_t>(r));
-        m.bounds[static_cast<std::size_t>(r * plan.tokens + token)] =
-            RowBound(shards, e, j, rank);
+        m.bounds[static_cast<std::size_t>(r * plan.tokens + token)] = RowBound(shards, e, j, rank);
         if (carries && !keeps_old) {
           buffers.slots[static_cast<std::size_t>(r)][static_cast<std::size_t>(token)] =
               SlotOn(shards, rank, p, block);

@@ -45,11 +45,11 @@ Result<Verdict> JudgeWrite(const LayerState& layer, const WriteClaim& claim,
                         Range(claim.start, claim.count));
     }
     if (layer.length < layer.start + layer.count) {  // a later rewind began and failed
-      return WithLength(Status(Reason::kLengthConflict,
-                               name + ": length is " + std::to_string(layer.length) +
-                                   ", the tokens of step_id " + std::to_string(claim.step_id) +
-                                   " are no longer there"),
-                        layer);
+      return WithLength(
+          Status(Reason::kLengthConflict,
+                 name + ": length is " + std::to_string(layer.length) + ", the tokens of step_id " +
+                     std::to_string(claim.step_id) + " are no longer there"),
+          layer);
     }
     return Sabotaged(Fault::kReplayAppendsTwice) ? Verdict::kAppend : Verdict::kReplay;
   }
@@ -67,9 +67,9 @@ Result<Verdict> JudgeWrite(const LayerState& layer, const WriteClaim& claim,
                       layer);
   }
   if (claim.count > max_context - claim.start) {
-    return Status(Reason::kContextLimit, name + ": " + Range(claim.start, claim.count) +
-                                             " passes limits.max_context = " +
-                                             std::to_string(max_context));
+    return Status(Reason::kContextLimit,
+                  name + ": " + Range(claim.start, claim.count) +
+                      " passes limits.max_context = " + std::to_string(max_context));
   }
   return claim.start < layer.length ? Verdict::kRewind : Verdict::kAppend;
 }
@@ -77,10 +77,10 @@ Result<Verdict> JudgeWrite(const LayerState& layer, const WriteClaim& claim,
 Status JudgeRead(const LayerState& layer, std::int64_t start, std::int64_t count,
                  const std::string& name) {
   if (start <= layer.length - count) return Status::Ok();
-  return WithLength(Status(Reason::kReadRange, name + ": " + Range(start, count) +
-                                                   " is not below the length " +
-                                                   std::to_string(layer.length)),
-                    layer);
+  return WithLength(
+      Status(Reason::kReadRange, name + ": " + Range(start, count) + " is not below the length " +
+                                     std::to_string(layer.length)),
+      layer);
 }
 
 Result<Verdict> JudgeTruncate(const Sequence& sequence, std::uint64_t step_id,

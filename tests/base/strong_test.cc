@@ -7,7 +7,9 @@ using namespace dcp;
 
 namespace {
 template <class A, class B>
-concept Addable = requires(A a, B b) { a + b; };
+concept Addable = requires(A a, B b) {
+  a + b;
+};
 }  // namespace
 
 TEST_CASE("units do not mix") {

@@ -40,9 +40,8 @@ TEST_CASE("byte sizes are computed beyond 64 bits") {
 
 TEST_CASE("a message says what was given and what was expected, and stays short") {
   std::vector<std::int64_t> shape(100000, std::numeric_limits<std::int64_t>::max());
-  const Status status =
-      CheckTensor("query", {.dtype = DType::kBf16, .shape = shape, .bytes = {}}, DType::kBf16,
-                  kWanted);
+  const Status status = CheckTensor("query", {.dtype = DType::kBf16, .shape = shape, .bytes = {}},
+                                    DType::kBf16, kWanted);
   CHECK(status.message().size() < 400);
   CHECK(status.message().find("[3, 5]") != std::string::npos);
 }

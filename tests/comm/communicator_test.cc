@@ -1,5 +1,5 @@
-// Conformance of every communicator: the table below, walked by one suite. Inputs are arithmetic, so
-// that expected values are closed forms.
+// Conformance of every communicator: the table below, walked by one suite. Inputs are arithmetic,
+// so that expected values are closed forms.
 #include "comm/communicator.h"
 
 #include <atomic>
@@ -90,8 +90,7 @@ TEST_CASE("collectives move what they say") {
             for (std::size_t i = 0; i < recv.size(); ++i) {
               const int from = static_cast<int>(i / n);
               const int at = rank * static_cast<int>(n) + static_cast<int>(i % n);
-              DCP_RETURN_IF_ERROR(
-                  Expect(recv[i] == from * 1000000 + at + round, "all-to-all"));
+              DCP_RETURN_IF_ERROR(Expect(recv[i] == from * 1000000 + at + round, "all-to-all"));
             }
 
             // Small whole numbers: sums are exact in f32 and in bf16.
@@ -152,8 +151,8 @@ TEST_CASE("wrong sizes are refused before anyone waits") {
       std::vector<int> four(4), three(3);
       DCP_RETURN_IF_ERROR(Expect(!comm.AllGather(In(four), Out(four), In(1), kHost).ok(), "ag"));
       DCP_RETURN_IF_ERROR(Expect(!comm.AllToAll(In(four), Out(three), In(1), kHost).ok(), "a2a"));
-      DCP_RETURN_IF_ERROR(Expect(
-          !comm.ReduceScatter(In(four), Out(four), DType::kF32, In(1), kHost).ok(), "rs"));
+      DCP_RETURN_IF_ERROR(
+          Expect(!comm.ReduceScatter(In(four), Out(four), DType::kF32, In(1), kHost).ok(), "rs"));
       return comm.Barrier(In(20000), kHost);  // the group is still good
     }));
   }
@@ -169,8 +168,7 @@ TEST_CASE("a late rank poisons the group with an error that names it") {
         const TimePoint before = Clock::now();
         const Status again = comm.Barrier(In(20000), kHost);  // poisoned: at once
         DCP_RETURN_IF_ERROR(Expect(Clock::now() - before < Millis(1000), "waited"));
-        DCP_RETURN_IF_ERROR(
-            Expect(again.message() == first.message(), "the first error stays"));
+        DCP_RETURN_IF_ERROR(Expect(again.message() == first.message(), "the first error stays"));
         return first;
       });
       for (const Status& s : statuses) {

@@ -178,9 +178,8 @@ TEST_CASE("a step sent twice is applied once and answers the same bytes") {
       std::vector<std::thread> threads;
       for (auto& reply : replies) {
         threads.emplace_back([&] {
-          cluster.engine().SubmitStep(cluster.MakeStep(step), [&](Result<StepReply> r) {
-            reply.set_value(std::move(r));
-          });
+          cluster.engine().SubmitStep(cluster.MakeStep(step),
+                                      [&](Result<StepReply> r) { reply.set_value(std::move(r)); });
         });
       }
       for (std::thread& t : threads) t.join();
@@ -295,8 +294,7 @@ TEST_CASE("positions that do not fit are refused with the actual length") {
   CHECK(status(20, 1, false).reason() == Reason::kReadRange);
   CHECK(status(19, 2, false).reason() == Reason::kReadRange);
   CHECK(status(std::numeric_limits<std::int64_t>::max(), 8, false).reason() == Reason::kReadRange);
-  CHECK(status(std::numeric_limits<std::int64_t>::max(), 8, true).reason() ==
-        Reason::kPositionGap);
+  CHECK(status(std::numeric_limits<std::int64_t>::max(), 8, true).reason() == Reason::kPositionGap);
   CHECK(status(-1, 1, true).reason() == Reason::kPosition);
   CHECK(status(20, 0, true).reason() == Reason::kTokenCount);
   CHECK(status(20, 9, true).reason() == Reason::kTokenCount);
@@ -339,8 +337,7 @@ TEST_CASE("malformed steps are refused and change nothing") {
   CHECK(reason([](StepRequest& r) { r.layer = -1; }) == Reason::kLayer);
   CHECK(reason([](StepRequest& r) { r.layer = 2; }) == Reason::kLayer);
   CHECK(reason([](StepRequest& r) { r.entries.clear(); }) == Reason::kBatchSize);
-  CHECK(reason([](StepRequest& r) { r.entries.resize(257, r.entries[0]); }) ==
-        Reason::kBatchSize);
+  CHECK(reason([](StepRequest& r) { r.entries.resize(257, r.entries[0]); }) == Reason::kBatchSize);
   CHECK(reason([](StepRequest& r) {
           r.entries[0].count = 8;
           r.entries.resize(17, r.entries[0]);  // 136 tokens, 128 allowed
@@ -378,8 +375,8 @@ TEST_CASE("NaN in an owned latent reaches the answer and is counted") {
                                                             request.new_kv->bytes.end());
       (*bytes)[bytes->size() - 1] = std::byte{0x7f};  // the second token's last RoPE dim: NaN
       (*bytes)[bytes->size() - 2] = std::byte{0xc1};
-      const auto shape = std::vector<std::int64_t>(request.new_kv->shape.begin(),
-                                                   request.new_kv->shape.end());
+      const auto shape =
+          std::vector<std::int64_t>(request.new_kv->shape.begin(), request.new_kv->shape.end());
       request.new_kv = TensorView{.dtype = DType::kBf16, .shape = shape, .bytes = *bytes};
       const auto reply = cluster.Submit(std::move(request));
       REQUIRE(reply.ok());
@@ -393,9 +390,8 @@ TEST_CASE("create and fork are idempotent by request id") {
   Cluster cluster({.ranks = 2, .blocks = 16});
   const double scale = cluster.config().model.softmax_scale;
   const auto create = [&](CreateRequest request) {
-    return Await<CreateReply>([&](auto done) {
-      cluster.engine().CreateSequence(std::move(request), std::move(done));
-    });
+    return Await<CreateReply>(
+        [&](auto done) { cluster.engine().CreateSequence(std::move(request), std::move(done)); });
   };
   const CreateRequest request{.id = "s", .request_id = "r1", .softmax_scale = scale};
   const auto first = create(request);
@@ -460,8 +456,8 @@ TEST_CASE("truncate sets every layer and obeys step ids") {
   cluster.StepChecked({.step_id = 2, .layer = 0, .items = {{&s, 70, 4}}});
   const auto truncate = [&](std::uint64_t step_id, std::int64_t to) {
     return Await<SequenceInfo>([&](auto done) {
-      cluster.engine().TruncateSequence(
-          {.sequence = s.ref(), .step_id = step_id, .to_length = to}, std::move(done));
+      cluster.engine().TruncateSequence({.sequence = s.ref(), .step_id = step_id, .to_length = to},
+                                        std::move(done));
     });
   };
   CHECK(truncate(1, 10).status().reason() == Reason::kStaleStep);
@@ -585,7 +581,7 @@ TEST_CASE("KV memory: a token costs its latents and no more") {
   const std::int64_t reserved = cluster.Info(s).blocks * bytes_per_block;
   const std::int64_t layers = info.config.model.layers;
   const std::int64_t latents = tokens * 2 * info.config.model.d_qk() * layers;
-  CHECK(static_cast<double>(reserved) <= 1.01 * static_cast<double>(latents) +
-                                             static_cast<double>(bytes_per_block));
+  CHECK(static_cast<double>(reserved) <=
+        1.01 * static_cast<double>(latents) + static_cast<double>(bytes_per_block));
   CHECK(bytes_per_block == info.block_tokens * 2 * info.config.model.d_qk() * layers);
 }

@@ -27,9 +27,7 @@ struct Problem {
   std::vector<std::vector<float>> lse;  // [ranks][tokens, heads] in `base`
   std::vector<std::int32_t> bounds;     // [ranks, tokens]
 
-  std::size_t Row(int t, int h) const {
-    return static_cast<std::size_t>(t * shape.heads + h);
-  }
+  std::size_t Row(int t, int h) const { return static_cast<std::size_t>(t * shape.heads + h); }
 };
 
 struct Answer {
@@ -62,9 +60,9 @@ Answer Run(ExchangeKind kind, const Problem& p) {
       for (int t = 0; t < p.tokens; ++t) {
         for (int h = 0; h < p.shape.heads; ++h) {
           const std::int64_t in_group = t * group_heads + h % group_heads;
-          std::byte* out = layout.out + (h / group_heads) * layout.out_group_stride +
-                           in_group * p.shape.d_v *
-                               static_cast<std::int64_t>(SizeOf(p.shape.partial_dtype));
+          std::byte* out =
+              layout.out + (h / group_heads) * layout.out_group_stride +
+              in_group * p.shape.d_v * static_cast<std::int64_t>(SizeOf(p.shape.partial_dtype));
           for (std::size_t i = 0; i < d_v; ++i) {
             Store(out + i * SizeOf(p.shape.partial_dtype), p.out[r][p.Row(t, h) * d_v + i],
                   p.shape.partial_dtype);
@@ -74,23 +72,22 @@ Answer Run(ExchangeKind kind, const Problem& p) {
         }
       }
       const std::int64_t slice = static_cast<std::int64_t>(group_heads) * p.shape.d_v * 4;
-      const ExchangeArgs args{
-          .tokens = p.tokens,
-          .bounds = p.bounds,
-          .partial_base = p.base,
-          .output_dtype = DType::kF32,
-          .output = {.data = reinterpret_cast<std::byte*>(answer.out.data()) +
-                             static_cast<std::int64_t>(r) * slice,
-                     .rows = p.tokens,
-                     .row_bytes = slice,
-                     .stride = slice * p.shape.ranks},
-          .lse = {.data = reinterpret_cast<std::byte*>(answer.lse.data()) +
-                          static_cast<std::int64_t>(r) * group_heads * 4,
-                  .rows = p.tokens,
-                  .row_bytes = group_heads * 4,
-                  .stride = p.shape.heads * 4},
-          .lse_base = LogBase::kE,
-          .deadline = Clock::now() + Millis(20000)};
+      const ExchangeArgs args{.tokens = p.tokens,
+                              .bounds = p.bounds,
+                              .partial_base = p.base,
+                              .output_dtype = DType::kF32,
+                              .output = {.data = reinterpret_cast<std::byte*>(answer.out.data()) +
+                                                 static_cast<std::int64_t>(r) * slice,
+                                         .rows = p.tokens,
+                                         .row_bytes = slice,
+                                         .stride = slice * p.shape.ranks},
+                              .lse = {.data = reinterpret_cast<std::byte*>(answer.lse.data()) +
+                                              static_cast<std::int64_t>(r) * group_heads * 4,
+                                      .rows = p.tokens,
+                                      .row_bytes = group_heads * 4,
+                                      .stride = p.shape.heads * 4},
+                              .lse_base = LogBase::kE,
+                              .deadline = Clock::now() + Millis(20000)};
       const auto result =
           RunExchange(buffers, *(*group)[r], args, [](RankPhase) { return Status::Ok(); });
       statuses[r] = result.status();
@@ -129,10 +126,11 @@ TEST_CASE("golden: weights 2 and 8, outputs 0 and 10, make 8") {
   for (const ExchangeKind kind : kExchanges) {
     for (const LogBase base : kBases) {
       for (const DType dtype : {DType::kF32, DType::kBf16}) {
-        const Answer answer = Run(
-            kind, TwoShards(base, dtype, {0.0f, std::log(2.0), 2}, {10.0f, std::log(8.0), 8}));
+        const Answer answer =
+            Run(kind, TwoShards(base, dtype, {0.0f, std::log(2.0), 2}, {10.0f, std::log(8.0), 8}));
         INFO(ExchangeName(kind) << " base " << LogBaseName(base));
-        for (const float x : answer.out) CHECK(x == Approx(8.0).epsilon(dtype == DType::kF32 ? 1e-6 : 4e-3));
+        for (const float x : answer.out)
+          CHECK(x == Approx(8.0).epsilon(dtype == DType::kF32 ? 1e-6 : 4e-3));
         for (const float x : answer.lse) CHECK(x == Approx(std::log(10.0)).epsilon(1e-6));
         CHECK(answer.faulty_rows == 0);
       }
@@ -148,9 +146,8 @@ TEST_CASE("a rank without keys of the row is never read") {
     for (const LogBase base : kBases) {
       for (const Shard& empty : empties) {
         for (const bool first : {false, true}) {
-          const Answer answer =
-              Run(kind, first ? TwoShards(base, DType::kF32, empty, good)
-                              : TwoShards(base, DType::kF32, good, empty));
+          const Answer answer = Run(kind, first ? TwoShards(base, DType::kF32, empty, good)
+                                                : TwoShards(base, DType::kF32, good, empty));
           INFO(ExchangeName(kind) << " base " << LogBaseName(base) << " empty (" << empty.out
                                   << ", " << empty.lse << ")");
           for (const float x : answer.out) CHECK(x == 1.0f);
@@ -165,7 +162,8 @@ TEST_CASE("a rank without keys of the row is never read") {
 TEST_CASE("no rank has keys: output 0, LSE -inf") {
   for (const ExchangeKind kind : kExchanges) {
     for (const LogBase base : kBases) {
-      for (const Shard& empty : {Shard{0.0f, -INFINITY, 0}, Shard{NAN, INFINITY, 0}, Shard{7.0f, 0.0, 0}}) {
+      for (const Shard& empty :
+           {Shard{0.0f, -INFINITY, 0}, Shard{NAN, INFINITY, 0}, Shard{7.0f, 0.0, 0}}) {
         const Answer answer = Run(kind, TwoShards(base, DType::kF32, empty, empty));
         for (const float x : answer.out) CHECK(x == 0.0f);
         for (const float x : answer.lse) CHECK(x == -INFINITY);
@@ -179,8 +177,8 @@ TEST_CASE("faults of a rank that owns keys come through and are counted") {
   const Shard good{1.0f, std::log(2.0), 2};
   // An LSE that is not finite, the backend's own empty mark included, or a NaN output, even where
   // its weight is 0.
-  const Shard faults[] = {{1.0f, -INFINITY, 3}, {1.0f, INFINITY, 3}, {1.0f, NAN, 3},
-                          {NAN, 0.0, 3},        {NAN, -1e6, 3}};
+  const Shard faults[] = {
+      {1.0f, -INFINITY, 3}, {1.0f, INFINITY, 3}, {1.0f, NAN, 3}, {NAN, 0.0, 3}, {NAN, -1e6, 3}};
   for (const ExchangeKind kind : kExchanges) {
     for (const LogBase base : kBases) {
       for (const Shard& fault : faults) {
@@ -198,10 +196,10 @@ TEST_CASE("random partials merge to the float64 answer") {
   std::normal_distribution<float> normal;
   for (int ranks = 1; ranks <= 8; ++ranks) {
     for (const LogBase base : kBases) {
-      Problem p{.shape = {.ranks = ranks, .heads = ranks * 3, .d_v = 20,
-                          .partial_dtype = DType::kF32},
-                .tokens = 5,
-                .base = base};
+      Problem p{
+          .shape = {.ranks = ranks, .heads = ranks * 3, .d_v = 20, .partial_dtype = DType::kF32},
+          .tokens = 5,
+          .base = base};
       std::vector<std::vector<double>> natural;
       for (int r = 0; r < ranks; ++r) {
         auto& out = p.out.emplace_back(static_cast<std::size_t>(5 * ranks * 3 * 20));

@@ -72,12 +72,12 @@ Cluster::Cluster(const ClusterOptions& options)
 
 TestSequence Cluster::Create(const std::string& id, std::uint64_t content) {
   TestSequence sequence(id, content);
-  sequence.generation = Must(Await<CreateReply>([&](auto done) {
-                          engine_->CreateSequence({.id = id,
-                                                   .request_id = "create " + id,
-                                                   .softmax_scale = config_.model.softmax_scale},
-                                                  std::move(done));
-                        })).generation;
+  sequence.generation =
+      Must(Await<CreateReply>([&](auto done) {
+        engine_->CreateSequence(
+            {.id = id, .request_id = "create " + id, .softmax_scale = config_.model.softmax_scale},
+            std::move(done));
+      })).generation;
   return sequence;
 }
 
@@ -120,8 +120,7 @@ void Cluster::Release(const TestSequence& sequence) {
 
 SequenceInfo Cluster::Info(const TestSequence& sequence) {
   return Must(Await<SequenceInfo>([&](auto done) {
-    engine_->GetSequence({.id = sequence.id(), .generation = sequence.generation},
-                         std::move(done));
+    engine_->GetSequence({.id = sequence.id(), .generation = sequence.generation}, std::move(done));
   }));
 }
 
@@ -149,13 +148,13 @@ StepRequest Cluster::MakeStep(const StepSpec& spec) const {
     const Content content = item.sequence->content();
     for (std::int64_t j = 0; j < item.count; ++j, ++token) {
       synthetic_.Queries(content, spec.layer, item.start + j,
-                         std::span(payload->query).subspan(
-                             static_cast<std::size_t>(token * heads * d_qk),
-                             static_cast<std::size_t>(heads * d_qk)));
-      synthetic_.Latent(content.At(item.start + j), spec.layer,
-                        std::span(payload->latents)
-                            .subspan(static_cast<std::size_t>(token * d_qk),
-                                     static_cast<std::size_t>(d_qk)));
+                         std::span(payload->query)
+                             .subspan(static_cast<std::size_t>(token * heads * d_qk),
+                                      static_cast<std::size_t>(heads * d_qk)));
+      synthetic_.Latent(
+          content.At(item.start + j), spec.layer,
+          std::span(payload->latents)
+              .subspan(static_cast<std::size_t>(token * d_qk), static_cast<std::size_t>(d_qk)));
     }
   }
   request.query = View(payload->query, payload->query_shape);
@@ -164,9 +163,8 @@ StepRequest Cluster::MakeStep(const StepSpec& spec) const {
   return request;
 }
 
-AppendChunk Cluster::MakeChunk(const TestSequence& sequence, std::int32_t layer,
-                               std::int64_t start, std::int64_t offset,
-                               std::int64_t count) const {
+AppendChunk Cluster::MakeChunk(const TestSequence& sequence, std::int32_t layer, std::int64_t start,
+                               std::int64_t offset, std::int64_t count) const {
   auto payload = std::make_shared<Payload>();
   payload->latents.resize(static_cast<std::size_t>(count * config_.model.d_qk()));
   payload->latent_shape = {count, config_.model.d_qk()};
@@ -185,8 +183,10 @@ Result<StepReply> Cluster::Submit(StepRequest request) {
 Result<StepReply> Cluster::Step(const StepSpec& spec) { return Submit(MakeStep(spec)); }
 
 Result<AppendId> Cluster::BeginAppend(const AppendRequest& request) {
-  return Await<AppendId>(
-      [&](auto done) { engine_->BeginAppend(request, [](const Status&) {}, std::move(done)); });
+  return Await<AppendId>([&](auto done) {
+    engine_->BeginAppend(
+        request, [](const Status&) {}, std::move(done));
+  });
 }
 
 Result<AppendId> Cluster::WriteAppend(AppendId id, AppendChunk chunk) {
@@ -234,8 +234,8 @@ RowErrors Cluster::Check(const StepSpec& spec, const StepReply& reply) const {
         }
         const double error = RelativeError(output, truth[h].output);
         errors.output = std::isnan(error) ? error : std::max(errors.output, error);
-        const double lse = static_cast<double>(reply.lse[row]) *
-                           (spec.lse_base == LogBase::kTwo ? kLn2 : 1.0);
+        const double lse =
+            static_cast<double>(reply.lse[row]) * (spec.lse_base == LogBase::kTwo ? kLn2 : 1.0);
         const double lse_error =
             std::abs(lse - truth[h].lse) / std::max(1.0, std::abs(truth[h].lse));
         errors.lse = std::isnan(lse_error) ? lse_error : std::max(errors.lse, lse_error);
