@@ -1,0 +1,195 @@
+// Every line of the backend table, every declared geometry, against a float64 softmax.
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <limits>
+
+#include "tests/kernels/attention_problem.h"
+#include "tests/kernels/for_each_target.h"
+
+namespace dcp::test {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+constexpr Dims kDims[] = {{576, 512}, {512, 512}, {320, 256}, {160, 128}, {80, 64}, {16, 16}};
+
+void SetKey(AttentionProblem& p, int entry, int key, int dim, Bf16 value) {
+  p.keys[entry][static_cast<std::size_t>(key) * p.d_qk + dim] = value;
+}
+
+bool RowIsFinite(const AttentionProblem& p, const Partial& partial, int token, int head) {
+  const std::size_t row = static_cast<std::size_t>(token) * p.heads + head;
+  const float* const out = &partial.out[row * p.d_v];
+  return std::isfinite(partial.lse[row]) &&
+         std::all_of(out, out + p.d_v, [](float x) { return std::isfinite(x); });
+}
+
+}  // namespace
+
+TEST_CASE("Backends equal a float64 softmax in every declared geometry") {
+  for (const Dims dims : kDims) {
+    // Tile, chunk and page borders; entries of one and of several tokens; empty rows.
+    const AttentionProblem p(
+        {.heads = 6,
+         .d_qk = dims.d_qk,
+         .d_v = dims.d_v,
+         .bounds = {{1}, {64}, {0}, {65, 66, 67}, {2, 0, 3}, {513}, {700, 698}},
+         .seed = static_cast<unsigned>(dims.d_qk)});
+    ForEachBackend(dims, [&](const BackendEntry& entry) {
+      for (const int page_tokens : {1, 16, 64, 256}) {
+        for (const DType dtype : {DType::kF32, DType::kBf16}) {
+          INFO("page_tokens " << page_tokens << ", " << DTypeName(dtype));
+          const RunOptions options{
+              .page_tokens = page_tokens, .partial_dtype = dtype, .head_groups = 2};
+          CHECK(Mismatch(entry, p, RunBackend(entry, p, options), dtype) == "");
+        }
+      }
+    });
+  }
+}
+
+TEST_CASE("Backends serve any number of heads") {
+  for (const int heads : {1, 2, 5, 8, 9, 16, 17, 24, 31, 128}) {
+    const AttentionProblem p({.heads = heads, .bounds = {{70, 71}, {3}}, .seed = 3});
+    ForEachBackend({p.d_qk, p.d_v}, [&](const BackendEntry& entry) {
+      INFO("heads " << heads);
+      CHECK(Mismatch(entry, p, RunBackend(entry, p, {}), DType::kF32) == "");
+    });
+  }
+}
+
+TEST_CASE("Backends serve any page size") {
+  const AttentionProblem p({.heads = 3, .d_qk = 80, .d_v = 64, .bounds = {{600}, {130, 7}}});
+  ForEachBackend({p.d_qk, p.d_v}, [&](const BackendEntry& entry) {
+    for (const int page_tokens : {1, 2, 3, 5, 7, 31, 32, 63, 100, 128, 255, 256}) {
+      INFO("page_tokens " << page_tokens);
+      const Partial partial = RunBackend(entry, p, {.page_tokens = page_tokens});
+      CHECK(Mismatch(entry, p, partial, DType::kF32) == "");
+    }
+  });
+}
+
+TEST_CASE("Long contexts and large logits stay within the error limits") {
+  const AttentionProblem longest({.heads = 4, .bounds = {{8192}}, .seed = 5});
+  const AttentionProblem high({.heads = 4, .bounds = {{600}, {900}}, .offset = 120, .seed = 6});
+  const AttentionProblem low({.heads = 4, .bounds = {{600}, {900}}, .offset = -120, .seed = 7});
+  const AttentionProblem steep(
+      {.heads = 4, .bounds = {{600}, {900}}, .query_scale = 30, .seed = 8});
+  ForEachBackend({576, 512}, [&](const BackendEntry& entry) {
+    for (const AttentionProblem* p : {&longest, &high, &low, &steep}) {
+      for (const DType dtype : {DType::kF32, DType::kBf16}) {
+        const Partial partial = RunBackend(entry, *p, {.partial_dtype = dtype});
+        CHECK(Mismatch(entry, *p, partial, dtype) == "");
+      }
+    }
+  });
+}
+
+TEST_CASE("A row's bits depend on nothing but its own query, keys and bound") {
+  // Small dims keep many rows affordable; chunk borders at 512 are crossed.
+  const AttentionProblem p({.heads = 16,
+                            .d_qk = 80,
+                            .d_v = 64,
+                            .bounds = {{1100}, {5}, {0}, {700, 701, 64, 0}, {513}, {1025, 1}},
+                            .seed = 11});
+  ForEachBackend({p.d_qk, p.d_v}, [&](const BackendEntry& entry) {
+    if (!entry.caps.deterministic) return;
+    const Partial whole = RunBackend(entry, p, {});
+    for (int t = 0; t < p.tokens(); ++t) {
+      INFO("token " << t);
+      const AttentionProblem part = p.OnlyToken(t);
+      CHECK(SameBits(part, RunBackend(entry, part, {}), p, whole, t, 0));
+    }
+    for (const auto& [first, count] : {std::pair{0, 1}, {3, 5}, {7, 9}, {15, 1}}) {
+      INFO("heads from " << first << ", " << count);
+      const AttentionProblem part = p.OnlyHeads(first, count);
+      // All tokens, but each has fewer heads than in `whole`.
+      const Partial some = RunBackend(entry, part, {});
+      for (int t = 0; t < p.tokens(); ++t) {
+        const AttentionProblem one = part.OnlyToken(t);
+        const Partial row = RunBackend(entry, one, {});
+        CHECK(SameBits(one, row, part, some, t, 0));
+        CHECK(SameBits(one, row, p, whole, t, first));
+      }
+    }
+    for (const int groups : {2, 4, 16}) {
+      CHECK(SameBits(p, RunBackend(entry, p, {.head_groups = groups}), p, whole, 0, 0));
+    }
+    for (const int page_tokens : {1, 64, 100}) {
+      CHECK(SameBits(p, RunBackend(entry, p, {.page_tokens = page_tokens}), p, whole, 0, 0));
+    }
+  });
+}
+
+TEST_CASE("A key that is not finite reaches the rows that see it and no other") {
+  for (const Bf16 poison : {kBf16NaN, ToBf16(kInf), ToBf16(-kInf)}) {
+    // In the value part and, where there is one, in the rest of the key.
+    for (const int dim : {5, 70}) {
+      AttentionProblem p({.heads = 5,
+                          .d_qk = 80,
+                          .d_v = 64,
+                          .bounds = {{9, 10, 11, 12}, {520, 519, 521}, {40}},
+                          .seed = 13});
+      const AttentionProblem clean = p;
+      SetKey(p, 0, 10, dim, poison);   // seen by tokens 2 and 3 of entry 0
+      SetKey(p, 1, 519, dim, poison);  // seen by tokens 0 and 2 of entry 1
+      const bool sees[] = {false, false, true, true, true, false, true, false};
+      ForEachBackend({p.d_qk, p.d_v}, [&](const BackendEntry& entry) {
+        const Partial partial = RunBackend(entry, p, {});
+        const Partial expected = RunBackend(entry, clean, {});
+        for (int t = 0; t < p.tokens(); ++t) {
+          INFO("token " << t << ", dim " << dim << ", poison " << ToFloat(poison));
+          const AttentionProblem one = clean.OnlyToken(t);
+          if (!sees[t]) {
+            Partial rows;
+            rows.lse.assign(&partial.lse[t * p.heads], &partial.lse[t * p.heads] + p.heads);
+            const std::size_t items = static_cast<std::size_t>(p.heads) * p.d_v;
+            rows.out.assign(&partial.out[t * items], &partial.out[t * items] + items);
+            CHECK(SameBits(one, rows, clean, expected, t, 0));
+            continue;
+          }
+          for (int h = 0; h < p.heads; ++h) {
+            // A score of -inf is a weight of 0: only 0 * inf in the value can show it then.
+            const bool hidden = dim >= p.d_v && !std::isnan(ToFloat(poison));
+            if (!hidden) CHECK_FALSE(RowIsFinite(p, partial, t, h));
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST_CASE("Infinite scores give what IEEE arithmetic gives") {
+  AttentionProblem p({.heads = 2, .d_qk = 80, .d_v = 64, .bounds = {{6}, {6}, {6}}, .seed = 14});
+  const Bf16 huge = ToBf16(3e38f);
+  for (int t = 0; t < 3; ++t) {
+    for (int h = 0; h < 2; ++h) p.query[(static_cast<std::size_t>(t) * 2 + h) * 80 + 70] = huge;
+    for (int k = 0; k < 6; ++k) SetKey(p, t, k, 70, ToBf16(0));
+  }
+  SetKey(p, 0, 2, 70, ToBf16(-kInf));                              // one key weighs nothing
+  for (int k = 0; k < 6; ++k) SetKey(p, 1, k, 70, ToBf16(-kInf));  // no key weighs anything
+  SetKey(p, 2, 2, 70, ToBf16(kInf));                               // one key weighs everything
+  p.Solve();
+  ForEachBackend({p.d_qk, p.d_v}, [&](const BackendEntry& entry) {
+    const Partial partial = RunBackend(entry, p, {});
+    for (int h = 0; h < 2; ++h) {
+      CHECK(RowIsFinite(p, partial, 0, h));
+      CHECK_FALSE(RowIsFinite(p, partial, 1, h));
+      CHECK_FALSE(RowIsFinite(p, partial, 2, h));
+    }
+    const AttentionProblem first = p.OnlyToken(0);
+    CHECK(Mismatch(entry, first, RunBackend(entry, first, {}), DType::kF32) == "");
+  });
+}
+
+TEST_CASE("Backends are right with every instruction set") {
+  const AttentionProblem p({.heads = 9, .bounds = {{70, 71, 0}, {3}, {520}}, .seed = 15});
+  ForEachTarget([&] {
+    ForEachBackend({p.d_qk, p.d_v}, [&](const BackendEntry& entry) {
+      CHECK(Mismatch(entry, p, RunBackend(entry, p, {}), DType::kF32) == "");
+    });
+  });
+}
+
+}  // namespace dcp::test
