@@ -49,6 +49,7 @@ Status EngineCore::StageBlocks(Sequence& sequence, const AppendRequest& request)
                        *buffers);
     if (const StepOutcome outcome = RunRanks(buffers); !outcome.status.ok()) {
       DropBlocks(changes, pool_);
+      PublishCounters();
       return outcome.status;
     }
     counters_.cow_blocks += static_cast<std::int64_t>(copies.size());
@@ -134,6 +135,8 @@ Status EngineCore::WriteChunk(OpenAppend& append, const AppendChunk& chunk) {
                                          std::to_string(n) + " tokens of layer " +
                                          std::to_string(chunk.layer) + " was sent before");
   }
+  // A later write may have come between: then the tokens to compare with are no longer there.
+  if (append.replay) DCP_RETURN_IF_ERROR(JudgeAppend(*append.sequence, request).status());
   const auto buffers = group_->Buffers();
   buffers->query = {};
   buffers->new_kv = chunk.latents.bytes;
@@ -145,7 +148,6 @@ Status EngineCore::WriteChunk(OpenAppend& append, const AppendChunk& chunk) {
       request.start + chunk.offset, n,
       [&append](std::int64_t b) { return append.sequence->WriteBlock(b); }, {}, shards_, *buffers);
   const StepOutcome outcome = RunRanks(buffers);
-  buffers->keepalive.reset();
   DCP_RETURN_IF_ERROR(outcome.status);
   if (outcome.mismatch_token >= 0) {
     return Status(Reason::kReplayMismatch,
@@ -188,9 +190,14 @@ Result<AppendReply> EngineCore::CommitAppend(AppendId id) {
                                          std::to_string(request.layer_count * request.count) +
                                          " (layer, token) pairs were not sent");
   }
+  Sequence& sequence = *append.sequence;
   AppendReply reply{.length = request.start + request.count, .replayed = append.replay};
-  if (!append.replay) {
-    Sequence& sequence = *append.sequence;
+  if (append.replay) {
+    if (Status status = JudgeAppend(sequence, request).status(); !status.ok()) {
+      EndAppend(id);
+      return status;
+    }
+  } else {
     for (std::int64_t b = shards_.Block(GlobalPos(request.start));
          b <= shards_.Block(GlobalPos(reply.length - 1)); ++b) {
       sequence.AdoptStaged(b, pool_);

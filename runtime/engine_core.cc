@@ -308,6 +308,8 @@ Status EngineCore::PlanStep(const StepRequest& request) {
 
 StepOutcome EngineCore::RunRanks(const std::shared_ptr<StepBuffers>& buffers) {
   StepOutcome outcome = group_->Run(buffers);
+  // A stuck rank may still read the request's bytes: they stay with the buffers until it is back.
+  if (!group_->down()) buffers->keepalive.reset();
   if (!outcome.status.ok()) {
     ++counters_.rank_failures;
     PublishCounters();  // the epoch may be new
@@ -325,7 +327,6 @@ Status EngineCore::CompareReplays(const StepRequest& request) {
   buffers->lse.clear();
   WriteMessage(plan_, shards_, {.mode = RankMode::kCompare}, *buffers);
   const StepOutcome outcome = RunRanks(buffers);
-  buffers->keepalive.reset();
   DCP_RETURN_IF_ERROR(outcome.status);
   if (outcome.mismatch_token < 0) return Status::Ok();
   std::int64_t token = outcome.mismatch_token;
@@ -365,7 +366,6 @@ Result<StepReply> EngineCore::Step(const StepRequest& request) {
   plan_.BeginRewinds();
   const TimePoint launch = Clock::now();
   const StepOutcome outcome = RunRanks(buffers);
-  buffers->keepalive.reset();
   if (!outcome.status.ok()) {
     plan_.Drop(shards_, pool_);
     PublishCounters();

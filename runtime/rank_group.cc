@@ -31,12 +31,13 @@ std::uint64_t FirstEpoch() {
 // Where ranks leave their results. Shared with their callbacks: a rank that comes back after the
 // group is gone still finds it.
 struct RankGroup::Board {
-  explicit Board(int ranks) : results(Index(ranks)) {}
+  explicit Board(int ranks) : results(Index(ranks)) { order.reserve(Index(ranks)); }
 
   void Put(const RankResult& result) {
     const std::lock_guard lock(mutex);
     if (result.status.ok() == false && !first_error) first_error = result;
     results[Index(result.rank)] = result;
+    order.push_back(result.rank);
     if (pending.fetch_sub(1, std::memory_order_acq_rel) == 1 || !result.status.ok()) {
       attention.store(true, std::memory_order_release);
       changed.notify_all();
@@ -48,13 +49,17 @@ struct RankGroup::Board {
   std::atomic<int> pending{0};
   std::atomic<bool> attention{false};              // all are back, or one has failed
   std::vector<std::optional<RankResult>> results;  // guarded by mutex
+  std::vector<int> order;                          // ranks as they came back; guarded by mutex
   std::optional<RankResult> first_error;           // guarded by mutex
 };
 
 RankGroup::RankGroup(std::shared_ptr<const EngineConfig> config)
     : config_(std::move(config)), board_(std::make_shared<Board>(config_->ranks.count)) {}
 
-RankGroup::~RankGroup() = default;
+RankGroup::~RankGroup() {
+  std::vector<std::jthread> closing;  // at the same time: each may have a stuck rank to wait for
+  for (auto& port : ports_) closing.emplace_back([&port] { port.reset(); });
+}
 
 Result<std::unique_ptr<RankGroup>> RankGroup::Create(std::shared_ptr<const EngineConfig> config,
                                                      const BackendEntry& backend, bool poison_kv,
@@ -109,6 +114,7 @@ void RankGroup::Start(const std::shared_ptr<StepBuffers>& buffers) {
   {
     const std::lock_guard lock(board_->mutex);
     std::ranges::fill(board_->results, std::nullopt);
+    board_->order.clear();
     board_->first_error.reset();
     board_->attention.store(false, std::memory_order_relaxed);
     board_->pending.store(ranks, std::memory_order_release);
@@ -177,21 +183,20 @@ Status RankGroup::Fail() {
   const auto bound = std::to_string(config_->ranks.timeout.count());
   std::vector<RankPhase> phase_then;  // where each rank was when the step was given up
   for (const auto& port : ports_) phase_then.push_back(port->phase());
-  int late = -1;
-  {
-    const std::lock_guard lock(board.mutex);
-    for (std::size_t r = 0; r < ports_.size(); ++r) {
-      const bool earlier =
-          late < 0 || phase_then[r] < phase_then[Index(late)];  // phases are in step order
-      if (!board.results[r] && earlier) late = static_cast<int>(r);
-    }
-  }
   const Status abort(Reason::kRankFailed, "the step was given up");
   for (const auto& port : ports_) port->Abort(abort);
 
   std::unique_lock lock(board.mutex);
   const auto all_back = [&board] { return board.pending.load(std::memory_order_acquire) == 0; };
   down_ = !WaitUntil(board.changed, lock, Clock::now() + config_->ranks.timeout, all_back);
+
+  // The peers of a late rank return as soon as the group is aborted: the late one is the last, or
+  // not back at all. Of several, the one in the earliest phase; phases are in step order.
+  int late = down_ ? -1 : board.order.back();
+  for (std::size_t r = 0; down_ && r < ports_.size(); ++r) {
+    const bool earlier = late < 0 || phase_then[r] < phase_then[Index(late)];
+    if (!board.results[r] && earlier) late = static_cast<int>(r);
+  }
 
   std::string text;
   int rank = late;
@@ -208,7 +213,6 @@ Status RankGroup::Fail() {
     }
     text = board.first_error->status.message();
   }
-  rank = std::max(rank, 0);
   if (!phase) {
     phase = phase_then[Index(rank)];
     if (!text.empty()) text += "; ";

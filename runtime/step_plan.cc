@@ -177,7 +177,10 @@ void WriteMessage(const StepPlan& plan, const ShardMap& shards, const MessageOpt
   for (std::size_t i = 0; i < plan.entries.size(); ++i) {
     const PlannedEntry& e = plan.entries[i];
     m.entry_begin[i] = static_cast<std::int32_t>(token);
-    const std::int64_t blocks = shards.Blocks(Tokens(e.start + e.count));
+    // A comparison runs before blocks are reserved: only what is stored already has any.
+    const bool compares = options.mode == RankMode::kCompare;
+    const bool carries = compares ? e.verdict == Verdict::kReplay : Writes(e);
+    const std::int64_t blocks = compares && !carries ? 0 : shards.Blocks(Tokens(e.start + e.count));
     const auto row = m.block_table.subspan(i * static_cast<std::size_t>(stride),
                                            static_cast<std::size_t>(stride));
     const auto in_table = static_cast<std::int64_t>(e.sequence->table.size());
@@ -188,12 +191,10 @@ void WriteMessage(const StepPlan& plan, const ShardMap& shards, const MessageOpt
                                          : stale ? e.sequence->table[static_cast<std::size_t>(b)]
                                                  : e.blocks.At(*e.sequence, b);
     }
-    const bool carries =
-        options.mode == RankMode::kCompare ? e.verdict == Verdict::kReplay : Writes(e);
     const std::int64_t old_length = e.sequence->layers[static_cast<std::size_t>(plan.layer)].length;
     for (std::int64_t j = 0; j < e.count; ++j, ++token) {
       const GlobalPos p(e.start + j);
-      const BlockId block = e.blocks.At(*e.sequence, shards.Block(p));
+      const BlockId block = carries ? e.blocks.At(*e.sequence, shards.Block(p)) : 0;
       const bool keeps_old = Sabotaged(Fault::kRewindKeepsOld) && e.verdict == Verdict::kRewind &&
                              p.value() < old_length;
       for (std::int64_t r = 0; r < ranks; ++r) {

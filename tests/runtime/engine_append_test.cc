@@ -41,11 +41,10 @@ AppendId Begin(Cluster& cluster, const AppendRequest& request) {
 // All tokens of some layers.
 void WriteAll(Cluster& cluster, AppendId id, const TestSequence& s, const AppendRequest& request) {
   for (int i = 0; i < request.layer_count; ++i) {
-    const Status status =
-        cluster
-            .WriteAppend(id, cluster.MakeChunk(s, request.layer_begin + i, request.start, 0,
-                                               request.count))
-            .status();
+    const Status status = cluster
+                              .WriteAppend(id, cluster.MakeChunk(s, request.layer_begin + i,
+                                                                 request.start, 0, request.count))
+                              .status();
     INFO(status.ToString());
     REQUIRE(status.ok());
   }
@@ -107,9 +106,8 @@ struct Lost {
 };
 
 AppendId Begin(Cluster& cluster, const AppendRequest& request, Lost& lost) {
-  const Result<AppendId> id = Await<AppendId>([&](auto done) {
-    cluster.engine().BeginAppend(request, lost.Callback(), std::move(done));
-  });
+  const Result<AppendId> id = Await<AppendId>(
+      [&](auto done) { cluster.engine().BeginAppend(request, lost.Callback(), std::move(done)); });
   REQUIRE(id.ok());
   return *id;
 }
@@ -155,8 +153,8 @@ TEST_CASE("chunks in any order and of any size") {
     std::shuffle(pieces.begin(), pieces.end(), random);
     const AppendId id = Begin(cluster, Request(s, 2, start, count));
     for (const Piece& p : pieces) {
-      REQUIRE(cluster.WriteAppend(id, cluster.MakeChunk(s, p.layer, start, p.offset, p.tokens))
-                  .ok());
+      REQUIRE(
+          cluster.WriteAppend(id, cluster.MakeChunk(s, p.layer, start, p.offset, p.tokens)).ok());
     }
     const Result<AppendReply> reply = cluster.CommitAppend(id);
     REQUIRE(reply.ok());
@@ -188,11 +186,11 @@ TEST_CASE("a chunk that does not fit ends the append, and every block is free ag
           Reason::kAppendCancelled);
     CHECK(cluster.Info(s).layer_lengths == Lengths{9, 9});
   };
-  refused(cluster.MakeChunk(s, 0, 9, 5, 5), Reason::kCoverage);    // again
-  refused(cluster.MakeChunk(s, 0, 9, 9, 2), Reason::kCoverage);    // its first token again
-  refused(cluster.MakeChunk(s, 0, 9, 0, 6), Reason::kCoverage);    // its last token again
-  refused(cluster.MakeChunk(s, 0, 9, 0, 21), Reason::kCoverage);   // too long
-  refused(cluster.MakeChunk(s, 1, 9, 19, 2), Reason::kCoverage);   // past the end
+  refused(cluster.MakeChunk(s, 0, 9, 5, 5), Reason::kCoverage);   // again
+  refused(cluster.MakeChunk(s, 0, 9, 9, 2), Reason::kCoverage);   // its first token again
+  refused(cluster.MakeChunk(s, 0, 9, 0, 6), Reason::kCoverage);   // its last token again
+  refused(cluster.MakeChunk(s, 0, 9, 0, 21), Reason::kCoverage);  // too long
+  refused(cluster.MakeChunk(s, 1, 9, 19, 2), Reason::kCoverage);  // past the end
   refused(cluster.MakeChunk(s, 1, 9, 20, 1), Reason::kCoverage);
   AppendChunk chunk = cluster.MakeChunk(s, 1, 9, 0, 4);
   chunk.offset = -1;
@@ -202,7 +200,8 @@ TEST_CASE("a chunk that does not fit ends the append, and every block is free ag
   chunk.offset = std::numeric_limits<std::int64_t>::min();
   refused(chunk, Reason::kCoverage);
   chunk.offset = 0;
-  for (const int layer : {-1, 2, std::numeric_limits<int>::max(), std::numeric_limits<int>::min()}) {
+  for (const int layer :
+       {-1, 2, std::numeric_limits<int>::max(), std::numeric_limits<int>::min()}) {
     chunk.layer = layer;
     refused(chunk, Reason::kLayer);
   }
@@ -312,9 +311,8 @@ TEST_CASE("nothing of an append shows until its commit; reads and other layers g
           Reason::kReadRange);
     cluster.StepChecked({.layer = 0, .items = {{&s, 8, 2}}, .write = false});
     // Layer 2 fills the same blocks meanwhile.
-    cluster.StepChecked({.step_id = static_cast<std::uint64_t>(2 + i),
-                         .layer = 2,
-                         .items = {{&s, 10 + i, 5}}});
+    cluster.StepChecked(
+        {.step_id = static_cast<std::uint64_t>(2 + i), .layer = 2, .items = {{&s, 10 + i, 5}}});
   }
   CheckLayer(cluster, s, 2, 40);
   REQUIRE(cluster.CommitAppend(id).ok());
@@ -331,9 +329,8 @@ TEST_CASE("cancel keeps what other layers wrote into the reserved blocks, and no
   CHECK(cluster.Info(s).blocks == 13);
   REQUIRE(cluster.WriteAppend(id, cluster.MakeChunk(s, 0, 0, 0, 100)).ok());
   for (int i = 0; i < 12; i += 4) {
-    cluster.StepChecked({.step_id = static_cast<std::uint64_t>(1 + i),
-                         .layer = 1,
-                         .items = {{&s, i, 4}}});
+    cluster.StepChecked(
+        {.step_id = static_cast<std::uint64_t>(1 + i), .layer = 1, .items = {{&s, i, 4}}});
   }
   CHECK(cluster.Info(s).blocks == 13);
   Cancel(cluster, id);
@@ -511,7 +508,8 @@ TEST_CASE("two appends over one shared block") {
   const TestSequence parent = cluster.Create("parent", 1);
   cluster.Append(parent, 1, 0, 21);
   const TestSequence child = cluster.Fork(parent, "child", 19, 2);
-  const AppendRequest first = Request(child, 1, 19, 3, 0, 1), second = Request(child, 1, 19, 9, 1, 1);
+  const AppendRequest first = Request(child, 1, 19, 3, 0, 1),
+                      second = Request(child, 1, 19, 9, 1, 1);
   const AppendId a = Begin(cluster, first);
   REQUIRE(cluster.WriteAppend(a, cluster.MakeChunk(child, 0, 19, 0, 1)).ok());
   const AppendId b = Begin(cluster, second);
@@ -546,7 +544,9 @@ TEST_CASE("a fork during an append sees what is committed and keeps it") {
           cluster.engine().ForkSequence(
               {.parent = parent.ref(), .id = "x", .request_id = "x", .at_length = 19},
               std::move(done));
-        }).status().reason() == Reason::kIncompleteToken);
+        })
+            .status()
+            .reason() == Reason::kIncompleteToken);
   const TestSequence child = cluster.Fork(parent, "child", 18, 2);
   CHECK(cluster.Info(child).blocks == 3);
   CHECK(cluster.Info(child).open_appends == 0);
@@ -690,7 +690,8 @@ TEST_CASE("chunks keep an append alive") {
                 std::move(done));
           }).ok());
   }
-  CHECK(Await<AppendReply>([&](auto done) { idle.engine->CommitAppend(*id, std::move(done)); }).ok());
+  CHECK(
+      Await<AppendReply>([&](auto done) { idle.engine->CommitAppend(*id, std::move(done)); }).ok());
   CHECK(lost.Get().empty());
 }
 
@@ -723,7 +724,8 @@ TEST_CASE("an append sent again") {
   for (const int layer : {0, 1}) {
     open(request);
     REQUIRE(cluster.WriteAppend(id, cluster.MakeChunk(liar, layer, 0, 0, 13)).ok());
-    const Status status = cluster.WriteAppend(id, cluster.MakeChunk(liar, layer, 0, 13, 12)).status();
+    const Status status =
+        cluster.WriteAppend(id, cluster.MakeChunk(liar, layer, 0, 13, 12)).status();
     CHECK(status.reason() == Reason::kReplayMismatch);
     CHECK(status.message().find("position 13") != std::string::npos);
     CHECK(cluster.CommitAppend(id).status().reason() == Reason::kAppendCancelled);
@@ -833,18 +835,18 @@ TEST_CASE("limits.max_open_appends") {
   auto made = Engine::Create(config);
   REQUIRE(made.ok());
   Engine& engine = **made;
-  const SequenceRef s{"s", Await<CreateReply>([&](auto done) {
-                             engine.CreateSequence({.id = "s",
-                                                    .request_id = "r",
-                                                    .softmax_scale = config.model.softmax_scale},
-                                                   std::move(done));
-                           })->generation};
-  const SequenceRef t{"t", Await<CreateReply>([&](auto done) {
-                             engine.CreateSequence({.id = "t",
-                                                    .request_id = "r",
-                                                    .softmax_scale = config.model.softmax_scale},
-                                                   std::move(done));
-                           })->generation};
+  const SequenceRef s{
+      "s", Await<CreateReply>([&](auto done) {
+             engine.CreateSequence(
+                 {.id = "s", .request_id = "r", .softmax_scale = config.model.softmax_scale},
+                 std::move(done));
+           })->generation};
+  const SequenceRef t{
+      "t", Await<CreateReply>([&](auto done) {
+             engine.CreateSequence(
+                 {.id = "t", .request_id = "r", .softmax_scale = config.model.softmax_scale},
+                 std::move(done));
+           })->generation};
   const auto begin = [&](const SequenceRef& ref, int layer) {
     return Await<AppendId>([&](auto done) {
       engine.BeginAppend(

@@ -161,7 +161,8 @@ void CheckReadsBack(Cluster& cluster, const TestSequence& s, std::int64_t length
   }
 }
 
-// Three sequences and the writes that are to fail: an append, a rewind, a write into a shared block.
+// Three sequences and the writes that are to fail: an append, a rewind, a write into a shared
+// block.
 struct Scene {
   static constexpr std::int64_t kLength = 22;
   static constexpr std::int64_t kRewindTo = 13;
@@ -504,9 +505,8 @@ void CheckEveryCallIsDown(Cluster& cluster, const TestSequence& s, AppendId appe
   CheckDown(TimedCall<SequenceInfo>([&](auto done) {
     engine.TruncateSequence({.sequence = s.ref(), .step_id = 99}, std::move(done));
   }));
-  CheckDown(TimedCall<ReleaseReply>([&](auto done) {
-    engine.ReleaseSequences({.sequences = {s.ref()}}, std::move(done));
-  }));
+  CheckDown(TimedCall<ReleaseReply>(
+      [&](auto done) { engine.ReleaseSequences({.sequences = {s.ref()}}, std::move(done)); }));
   CheckDown(TimedCall<SequenceInfo>(
       [&](auto done) { engine.GetSequence({.id = s.id()}, std::move(done)); }));
   CheckDown(TimedCall<ListReply>([&](auto done) { engine.ListSequences({}, std::move(done)); }));
@@ -521,8 +521,8 @@ void CheckEveryCallIsDown(Cluster& cluster, const TestSequence& s, AppendId appe
   CheckDown(TimedCall<AppendId>([&](auto done) {
     engine.WriteAppend(append, cluster.MakeChunk(s, 0, 0, 0, 1), std::move(done));
   }));
-  CheckDown(TimedCall<AppendReply>(
-      [&](auto done) { engine.CommitAppend(append, std::move(done)); }));
+  CheckDown(
+      TimedCall<AppendReply>([&](auto done) { engine.CommitAppend(append, std::move(done)); }));
   engine.CancelAppend(append);
 }
 
@@ -567,7 +567,11 @@ TEST_CASE("a rank is stuck for ever: the ranks are down, and everybody is told a
     cluster->Append(s, 1, 0, 21);
     const Result<AppendId> append = Await<AppendId>([&](auto done) {
       cluster->engine().BeginAppend(
-          {.sequence = appended.ref(), .step_id = 1, .count = 5, .layer_begin = 0, .layer_count = 1},
+          {.sequence = appended.ref(),
+           .step_id = 1,
+           .count = 5,
+           .layer_begin = 0,
+           .layer_count = 1},
           [&](const Status& why) {
             const std::lock_guard lock(mutex);
             lost.push_back(why.reason());
@@ -642,13 +646,11 @@ TEST_CASE("a rank is stuck for ever in a chunk or in a comparison: its bytes sta
     } else {
       const TestSequence child = cluster.Fork(s, "child", 7, 2);
       faults->Arm(1, RankPhase::kWrite, Kind::kStall);
-      status = cluster
-                   .BeginAppend({.sequence = child.ref(),
-                                 .step_id = 2,
-                                 .start = 7,
-                                 .count = 9,
-                                 .layer_count = 2})
-                   .status();
+      status =
+          cluster
+              .BeginAppend(
+                  {.sequence = child.ref(), .step_id = 2, .start = 7, .count = 9, .layer_count = 2})
+              .status();
     }
     CheckNames(status, 1, RankPhase::kWrite);
     CHECK(Eventually([&] { return cluster.engine().state() == EngineState::kRanksDown; }));
@@ -669,12 +671,11 @@ TEST_CASE("an engine ends in bounded time while ranks are stuck and steps wait")
     const TestSequence s = cluster->Create("s", 1);
     for (int r = 0; r < stuck; ++r) faults->Arm(r, RankPhase::kAttend, Kind::kStall);
     for (int i = 0; i < 3; ++i) {
-      cluster->engine().SubmitStep(
-          cluster->MakeStep({.step_id = 1, .items = {{&s, 0, 1}}}),
-          [&](const Result<StepReply>& reply) {
-            const std::lock_guard lock(mutex);
-            answers.push_back(reply.status().reason());
-          });
+      cluster->engine().SubmitStep(cluster->MakeStep({.step_id = 1, .items = {{&s, 0, 1}}}),
+                                   [&](const Result<StepReply>& reply) {
+                                     const std::lock_guard lock(mutex);
+                                     answers.push_back(reply.status().reason());
+                                   });
     }
     REQUIRE(faults->WaitForStalled(stuck));
     // The step is given up, the ranks are waited for, and waited for once more to leave.
