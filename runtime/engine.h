@@ -74,7 +74,7 @@ class Engine {
   // Begin reserves; WriteAppend copies a chunk into reserved pages (the chunk's bytes are free
   // again at completion); Commit makes all layers visible at once or answers COVERAGE; Cancel
   // returns every block. Any error but OVERLOADED ends the append. `on_lost` runs once if the
-  // engine ends it by itself: APPEND_IDLE, APPEND_CANCELLED (release, lease), RANK_FAILED,
+  // engine ends it by itself: APPEND_IDLE, APPEND_CANCELLED (release, lease), DRAINING,
   // RANKS_DOWN.
   void BeginAppend(AppendRequest request, std::function<void(Status)> on_lost, Done<AppendId> done);
   void WriteAppend(AppendId append, AppendChunk chunk, Done<AppendId> done);

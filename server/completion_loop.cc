@@ -23,7 +23,10 @@ void RunSpinning(grpc::CompletionQueue& queue) {
   while (true) {
     switch (queue.AsyncNext(&tag, &ok, gpr_inf_past(GPR_CLOCK_MONOTONIC))) {
       case grpc::CompletionQueue::GOT_EVENT: static_cast<CompletionTag*>(tag)->Complete(ok); break;
-      case grpc::CompletionQueue::TIMEOUT: RelaxCpu(); break;
+      case grpc::CompletionQueue::TIMEOUT:
+        RelaxCpu();
+        std::this_thread::yield();  // where cores are scarce, what we wait for needs this one
+        break;
       case grpc::CompletionQueue::SHUTDOWN: return;
     }
   }

@@ -294,7 +294,11 @@ TEST_CASE("host memory of an open append stays under two messages") {
       .program = DCP_FAULTY_SERVER_PROGRAM,
       .config = config.Toml(),
       .arguments = {},
-      .environment = {{"DCP_TEST_FAULT", "rank=1,phase=write,kind=delay,step=2,ms=2000"}}});
+      .environment = {{"DCP_TEST_FAULT", "rank=1,phase=write,kind=delay,step=2,ms=2000"},
+                      // Freed memory goes back at once, so that what is resident is in use.
+                      {"MALLOC_ARENA_MAX", "1"},
+                      {"MALLOC_MMAP_THRESHOLD_", "4096"},
+                      {"MALLOC_TRIM_THRESHOLD_", "0"}}});
   TestClient client(server.address(), config);
   const TestSequence a = client.Create("a");
   const auto append = [&](std::uint64_t step_id, std::int64_t start, int chunks) {

@@ -26,7 +26,8 @@ TEST_CASE("reflection lists the services") {
   CHECK_THAT(services, Catch::Contains("grpc.health.v1.Health"));
 }
 
-TEST_CASE("a client that pings every 10 s while idle is not sent away") {
+// Hidden: takes 45 s.
+TEST_CASE("a client that pings every 10 s while idle is not sent away", "[.long]") {
   // Three pings in a row that come too fast make gRPC close the connection ("too_many_pings").
   const TestConfig config;
   const ServerProcess server(config);

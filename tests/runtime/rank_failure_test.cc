@@ -119,14 +119,18 @@ class SpyPort final : public RankPort {
   std::shared_ptr<Faults> faults_;
 };
 
-ClusterOptions With(const std::shared_ptr<Faults>& faults, int ranks, ExchangeKind exchange) {
+// Where nothing is to be late, a busy machine is given time.
+constexpr int kNeverLateMs = 30000;
+
+ClusterOptions With(const std::shared_ptr<Faults>& faults, int ranks, ExchangeKind exchange,
+                    int timeout_ms = kTimeoutMs) {
   ClusterOptions options{.ranks = ranks,
                          .layers = 2,
                          .heads = 4,
                          .page_tokens = 4,
                          .blocks = 64,
                          .exchange = exchange,
-                         .timeout_ms = kTimeoutMs};
+                         .timeout_ms = timeout_ms};
   options.hooks.rank_fault = [faults](int rank, RankPhase phase) {
     return faults->Enter(rank, phase);
   };
@@ -278,7 +282,7 @@ const char* const kWrites[] = {"append", "rewind", "copy-on-write", "mixed"};
 void WalkPhases(int ranks, ExchangeKind exchange, Kind kind) {
   const auto faults = std::make_shared<Faults>();
   faults->ReleaseAfterAbort(Millis(kTimeoutMs / 5));
-  Cluster cluster(With(faults, ranks, exchange));
+  Cluster cluster(With(faults, ranks, exchange, kind == Kind::kFail ? kNeverLateMs : kTimeoutMs));
   int turn = 0;
   for (const char* write : kWrites) {
     for (const RankPhase phase : kPhases) {
@@ -314,7 +318,7 @@ TEST_CASE("a rank stalls in any phase of any write and comes back in time: 4 ran
 
 TEST_CASE("a rank that is slow but within the bound is no failure") {
   const auto faults = std::make_shared<Faults>();
-  Cluster cluster(With(faults, 2, ExchangeKind::kA2a));
+  Cluster cluster(With(faults, 2, ExchangeKind::kA2a, kNeverLateMs));
   const std::uint64_t epoch = cluster.engine().info().epoch;
   const TestSequence s = cluster.Create("s", 1);
   faults->Arm(1, RankPhase::kExchange, Kind::kStall);
@@ -332,7 +336,7 @@ TEST_CASE("a rank that is slow but within the bound is no failure") {
 
 TEST_CASE("two ranks fail in one step: one of them is named") {
   const auto faults = std::make_shared<Faults>();
-  Cluster cluster(With(faults, 4, ExchangeKind::kAgRs));
+  Cluster cluster(With(faults, 4, ExchangeKind::kAgRs, kNeverLateMs));
   const TestSequence s = cluster.Create("s", 1);
   cluster.Append(s, 1, 0, 9);
   faults->Arm(1, RankPhase::kAttend, Kind::kFail);
@@ -439,7 +443,7 @@ TEST_CASE("a rank fails while a replay is compared: no trace, not even of a rewi
 
 TEST_CASE("a rank fails while a replayed AppendKv is compared") {
   const auto faults = std::make_shared<Faults>();
-  Cluster cluster(With(faults, 2, ExchangeKind::kA2a));
+  Cluster cluster(With(faults, 2, ExchangeKind::kA2a, kNeverLateMs));
   const TestSequence s = cluster.Create("s", 1);
   cluster.Append(s, 1, 0, 19);
   const AppendRequest request{
@@ -458,7 +462,7 @@ TEST_CASE("a rank fails while a replayed AppendKv is compared") {
 
 TEST_CASE("an open AppendKv outlives the failure of another step") {
   const auto faults = std::make_shared<Faults>();
-  Cluster cluster(With(faults, 2, ExchangeKind::kA2a));
+  Cluster cluster(With(faults, 2, ExchangeKind::kA2a, kNeverLateMs));
   const TestSequence s = cluster.Create("s", 1), other = cluster.Create("other", 2);
   const Result<AppendId> id = cluster.BeginAppend(
       {.sequence = s.ref(), .step_id = 1, .count = 19, .layer_begin = 0, .layer_count = 2});
@@ -693,9 +697,7 @@ TEST_CASE("an engine ends in bounded time while ranks are stuck and steps wait")
 
 TEST_CASE("a drain waits for the step that runs and gives up at its deadline") {
   const auto faults = std::make_shared<Faults>();
-  ClusterOptions options = With(faults, 2, ExchangeKind::kA2a);
-  options.timeout_ms = 20000;
-  Cluster cluster(options);
+  Cluster cluster(With(faults, 2, ExchangeKind::kA2a, kNeverLateMs));
   const TestSequence s = cluster.Create("s", 1);
   faults->Arm(0, RankPhase::kMerge, Kind::kStall);
   std::promise<Status> answer;
@@ -714,7 +716,7 @@ TEST_CASE("a drain waits for the step that runs and gives up at its deadline") {
 
 TEST_CASE("the group fails again while it is rebuilt: down, and no hang") {
   const auto faults = std::make_shared<Faults>();
-  Cluster cluster(With(faults, 1, ExchangeKind::kA2a));
+  Cluster cluster(With(faults, 1, ExchangeKind::kA2a, kNeverLateMs));
   const TestSequence s = cluster.Create("s", 1);
   faults->Arm(0, RankPhase::kAttend, Kind::kFail);
   faults->Arm(0, RankPhase::kExchange, Kind::kFail);  // entered when the new group agrees

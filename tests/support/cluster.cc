@@ -59,6 +59,14 @@ void TestSequence::Diverge(std::int64_t at, std::uint64_t tail) {
   tail_ = tail;
 }
 
+TestSequence TestSequence::Forked(std::string id, std::int64_t at, std::uint64_t tail) const {
+  TestSequence child = *this;
+  child.id_ = std::move(id);
+  child.generation = 0;
+  child.Diverge(at, tail);
+  return child;
+}
+
 Cluster::Cluster(const ClusterOptions& options)
     : config_(MakeConfig(options)),
       synthetic_({.heads = config_.model.heads,
@@ -83,9 +91,7 @@ TestSequence Cluster::Create(const std::string& id, std::uint64_t content) {
 
 TestSequence Cluster::Fork(const TestSequence& parent, const std::string& id, std::int64_t at,
                            std::uint64_t content) {
-  TestSequence child = parent;
-  child.id_ = id;
-  child.Diverge(at, content);
+  TestSequence child = parent.Forked(id, at, content);
   child.generation =
       Must(Await<CreateReply>([&](auto done) {
         engine_->ForkSequence(

@@ -41,6 +41,8 @@ class TestSequence {
   Content content() const { return Content(tail_, segments_); }
   // Keeps the first `at` tokens; what follows is content `tail`.
   void Diverge(std::int64_t at, std::uint64_t tail);
+  // What a fork holds: these tokens up to `at`, then content `tail`. Not created by this.
+  TestSequence Forked(std::string id, std::int64_t at, std::uint64_t tail) const;
 
   std::uint64_t generation = 0;
 
