@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -29,6 +30,7 @@ int ExitOf(int wait_status) {
 // The child's end of a fork; only async-signal-safe calls.
 [[noreturn]] void Exec(const std::vector<std::string>& arguments, int out, int err,
                        const std::vector<std::pair<std::string, std::string>>& environment) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that crashes leaves no server behind
   dup2(out, STDOUT_FILENO);
   dup2(err, STDERR_FILENO);
   for (const auto& [key, value] : environment) setenv(key.c_str(), value.c_str(), 1);
