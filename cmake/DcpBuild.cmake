@@ -1,9 +1,16 @@
 # What a build is made with: CUDA or not, the build type and ccache.
 
-option(DCP_CUDA "Build the CUDA backends and the NCCL communicator" OFF)
-if(DCP_CUDA)
-  message(FATAL_ERROR "DCP_CUDA=ON: there is no CUDA code yet; configure with -DDCP_CUDA=OFF")
+include(CheckLanguage)
+check_language(CUDA)
+set(cuda_found OFF)
+if(CMAKE_CUDA_COMPILER)
+  set(cuda_found ON)
 endif()
+option(DCP_CUDA "Build the CUDA backends and the NCCL communicator" ${cuda_found})
+
+# Machine code only, no PTX: a GPU that is not in this list says so instead of compiling at start.
+set(DCP_CUDA_ARCHITECTURES "80;90a;100f;103a" CACHE STRING
+  "Compute capabilities that GPU code is built for")
 
 if(PROJECT_IS_TOP_LEVEL)
   get_property(multi_config GLOBAL PROPERTY GENERATOR_IS_MULTI_CONFIG)
@@ -17,4 +24,15 @@ if(PROJECT_IS_TOP_LEVEL)
   if(DCP_CCACHE AND NOT DEFINED CMAKE_CXX_COMPILER_LAUNCHER)
     set(CMAKE_CXX_COMPILER_LAUNCHER ${DCP_CCACHE})
   endif()
+  if(DCP_CCACHE AND NOT DEFINED CMAKE_CUDA_COMPILER_LAUNCHER)
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${DCP_CCACHE})
+  endif()
+endif()
+
+if(DCP_CUDA)
+  set(CMAKE_CUDA_ARCHITECTURES OFF)  # CMake 3.25 does not know 100f; dcp_flags names them
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  set(CMAKE_CUDA_STANDARD 20)
+  set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 endif()

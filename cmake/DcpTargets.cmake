@@ -6,6 +6,14 @@ target_compile_options(dcp_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Werror -Wno-missing-field-initializers>)
 # __int128 is how byte sizes are checked; both compilers of the project have it.
 target_compile_options(dcp_flags INTERFACE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-pedantic>)
+if(DCP_CUDA)
+  foreach(arch IN LISTS DCP_CUDA_ARCHITECTURES)
+    target_compile_options(dcp_flags INTERFACE
+      "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-gencode arch=compute_${arch},code=sm_${arch}>")
+  endforeach()
+  target_compile_options(dcp_flags INTERFACE
+    "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Xcompiler=-Wall,-Wextra --expt-relaxed-constexpr -Werror=all-warnings>")
+endif()
 if(DCP_SANITIZE)
   # GCC's flow analysis loses its way in instrumented code; the release build judges this warning.
   target_compile_options(dcp_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-maybe-uninitialized>)

@@ -17,6 +17,7 @@
 #include "base/status.h"
 #include "base/stream.h"
 #include "base/tensor.h"
+#include "kernels/device_step.h"
 #include "kernels/lse.h"
 
 namespace dcp {
@@ -70,6 +71,18 @@ struct AttentionArgs {
   int tokens = 0;
   PartialLayout partial;
   StreamRef stream = StreamRef::Host();
+  // Device backends: all pointers above are device addresses, `kv` is the pool's base, and what
+  // changes from step to step is read from here, in device memory: entries, tokens, tables, bounds,
+  // the layer, the plan. The fields from entry_begin to tokens are not read.
+  const DeviceStep* step = nullptr;
+};
+
+// What a device backend plans a step from; host memory.
+struct AttentionStep {
+  const std::int32_t* entry_begin = nullptr;  // [entries + 1]
+  const std::int32_t* bound = nullptr;        // [tokens], of this rank
+  int entries = 0;
+  int tokens = 0;
 };
 
 // What a backend declares in its table line. Nothing is inferred from names.
@@ -88,14 +101,25 @@ class AttentionBackend {
  public:
   virtual ~AttentionBackend() = default;
   // Writes every (t, h) of `partial`. Allocates nothing. Host backends have finished on return,
-  // others have enqueued on args.stream. One caller at a time.
+  // others have enqueued on args.stream, in launches that do not depend on the step and may be
+  // captured in a graph. One caller at a time.
   virtual Status Run(const AttentionArgs& args) = 0;
+
+  // Device backends: the most bytes a plan takes, and the plan of a step, which must reach
+  // DeviceStep::plan (aligned to 16) before Run's kernels start. A plan depends on lengths only, so
+  // results do not depend on how the step was launched. Returns the bytes used.
+  virtual std::size_t MaxPlanBytes() const { return 0; }
+  virtual Result<std::size_t> Plan(const AttentionStep&, std::span<std::byte>) {
+    return std::size_t{0};
+  }
 };
 
 struct BackendSetup {
   AttentionGeometry geometry;
   int max_tokens = 0;          // most query tokens of one step
   WorkerPool* pool = nullptr;  // host backends: threads shared by all ranks; outlives the backend
+  int device = -1;             // device backends: the CUDA device; their memory is taken there
+  std::int64_t max_keys = 0;   // device backends: most local keys of one entry; sizes plans
 };
 
 struct BackendEntry {
