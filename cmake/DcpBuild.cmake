@@ -30,9 +30,7 @@ if(PROJECT_IS_TOP_LEVEL)
 endif()
 
 if(DCP_CUDA)
-  set(CMAKE_CUDA_ARCHITECTURES OFF)  # CMake 3.25 does not know 100f; dcp_flags names them
+  set(CMAKE_CUDA_ARCHITECTURES OFF)  # CMake 3.25 knows neither 100f nor C++20 here: dcp_flags
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
-  set(CMAKE_CUDA_STANDARD 20)
-  set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 endif()

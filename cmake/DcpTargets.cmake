@@ -12,7 +12,7 @@ if(DCP_CUDA)
       "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-gencode arch=compute_${arch},code=sm_${arch}>")
   endforeach()
   target_compile_options(dcp_flags INTERFACE
-    "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Xcompiler=-Wall,-Wextra --expt-relaxed-constexpr -Werror=all-warnings>")
+    "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-std=c++20 -Xcompiler=-Wall,-Wextra --expt-relaxed-constexpr -Werror=all-warnings>")
 endif()
 if(DCP_SANITIZE)
   # GCC's flow analysis loses its way in instrumented code; the release build judges this warning.

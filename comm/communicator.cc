@@ -40,4 +40,6 @@ Status Communicator::Barrier(TimePoint deadline, StreamRef stream) {
   return DoBarrier(deadline, stream);
 }
 
+Status Communicator::Wait(TimePoint deadline, StreamRef stream) { return DoWait(deadline, stream); }
+
 }  // namespace dcp

@@ -22,6 +22,9 @@ using MutBytes = std::span<std::byte>;
 // One thread per rank; calls match up across ranks in program order. Operations are ordered on
 // `stream` and have completed on return when it is the host's. Buffers stay valid until then.
 //
+// On a CUDA stream an operation returns when it is enqueued, and Wait, which the rank calls before
+// it uses results on the host, says whether it was carried out.
+//
 // Every operation takes a deadline. If it passes, if a peer fails, or if Abort is called, the
 // operation returns RANK_FAILED with a message that names the rank and the operation (a late rank
 // also in the metadata as "rank"), and the whole group is poisoned: every present and later call of
@@ -44,6 +47,12 @@ class Communicator {
   Status ReduceScatter(ConstBytes in, MutBytes out, DType dtype, TimePoint deadline,
                        StreamRef stream);
   Status Barrier(TimePoint deadline, StreamRef stream);
+  // Waits on the host until everything enqueued on `stream` has run. Returns at once on the host's.
+  Status Wait(TimePoint deadline, StreamRef stream);
+
+  // OK if operations may be captured in a CUDA graph and replayed, by all ranks in the same order;
+  // else UNSUPPORTED saying why not.
+  virtual Status CanCapture() const = 0;
 
   // Poisons the group with `why`; callable from any thread, returns at once. The first error stays.
   virtual void Abort(Status why) = 0;
@@ -54,6 +63,7 @@ class Communicator {
   virtual Status DoReduceScatter(ConstBytes in, MutBytes out, DType dtype, TimePoint deadline,
                                  StreamRef stream) = 0;
   virtual Status DoBarrier(TimePoint deadline, StreamRef stream) = 0;
+  virtual Status DoWait(TimePoint deadline, StreamRef stream) = 0;
 };
 
 // What a group is made from. Members of one group agree on epoch, size and rendezvous.
