@@ -126,6 +126,18 @@ Status Event::Record(StreamRef stream) const {
   return Check(cudaEventRecord(raw_, Raw(stream)), "cudaEventRecord");
 }
 
+Status Event::RecordInGraph(StreamRef stream) const {
+  return Check(cudaEventRecordWithFlags(raw_, Raw(stream), cudaEventRecordExternal),
+               "cudaEventRecordWithFlags");
+}
+
+Result<float> Event::Milliseconds(const Event& begin, const Event& end) {
+  float ms = 0;
+  DCP_RETURN_IF_ERROR(
+      Check(cudaEventElapsedTime(&ms, begin.raw_, end.raw_), "cudaEventElapsedTime"));
+  return ms;
+}
+
 Result<bool> Event::Done() const {
   const cudaError_t error = cudaEventQuery(raw_);
   if (error == cudaErrorNotReady) {
@@ -200,6 +212,38 @@ PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& o) noexcept {
 
 PinnedBuffer::~PinnedBuffer() {
   if (data_ != nullptr) cudaFreeHost(data_);
+}
+
+Status Graph::Begin(const Stream& stream) {
+  return Check(cudaStreamBeginCapture(stream.raw(), cudaStreamCaptureModeThreadLocal),
+               "cudaStreamBeginCapture");
+}
+
+Result<Graph> Graph::End(const Stream& stream, const Status& enqueued) {
+  cudaGraph_t captured = nullptr;
+  const Status ended = Check(cudaStreamEndCapture(stream.raw(), &captured), "cudaStreamEndCapture");
+  Graph graph;
+  Status made = !enqueued.ok() ? enqueued : ended;
+  if (made.ok()) {
+    made = Check(cudaGraphInstantiate(&graph.exec_, captured, 0), "cudaGraphInstantiate");
+  }
+  if (made.ok()) made = Check(cudaGraphUpload(graph.exec_, stream.raw()), "cudaGraphUpload");
+  if (captured != nullptr) cudaGraphDestroy(captured);
+  if (!made.ok()) return made;
+  return graph;
+}
+
+Graph& Graph::operator=(Graph&& o) noexcept {
+  std::swap(exec_, o.exec_);
+  return *this;
+}
+
+Graph::~Graph() {
+  if (exec_ != nullptr) cudaGraphExecDestroy(exec_);
+}
+
+Status Graph::Launch(StreamRef stream) const {
+  return Check(cudaGraphLaunch(exec_, Raw(stream)), "cudaGraphLaunch");
 }
 
 Status CopyAsync(void* to, const void* from, std::size_t bytes, StreamRef stream) {

@@ -71,7 +71,11 @@ class Event {
   Event& operator=(Event&& o) noexcept;
   ~Event();
   Status Record(StreamRef stream) const;
+  // Records inside a capture: a node that records anew at every replay.
+  Status RecordInGraph(StreamRef stream) const;
   Result<bool> Done() const;
+  // Both made with Timing::kOn and done.
+  static Result<float> Milliseconds(const Event& begin, const Event& end);
   cudaEvent_t raw() const { return raw_; }
 
  private:
@@ -121,6 +125,30 @@ class PinnedBuffer {
  private:
   std::byte* data_ = nullptr;
   std::size_t size_ = 0;
+};
+
+// What was enqueued on a stream, ready to be launched again. Made at start: instantiating waits for
+// the device.
+class Graph {
+ public:
+  // Captures what enqueue() puts on `stream`, for this thread only; nothing runs. An error of
+  // `enqueue` ends the capture and is returned.
+  template <class F>
+  static Result<Graph> Capture(const Stream& stream, F enqueue) {
+    DCP_RETURN_IF_ERROR(Begin(stream));
+    const Status enqueued = enqueue();
+    return End(stream, enqueued);
+  }
+  Graph(Graph&& o) noexcept : exec_(std::exchange(o.exec_, nullptr)) {}
+  Graph& operator=(Graph&& o) noexcept;
+  ~Graph();
+  Status Launch(StreamRef stream) const;
+
+ private:
+  Graph() = default;
+  static Status Begin(const Stream& stream);
+  static Result<Graph> End(const Stream& stream, const Status& enqueued);
+  cudaGraphExec_t exec_ = nullptr;
 };
 
 // Enqueues a copy in any direction; host memory should be pinned. No copy for 0 bytes.

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <limits>
+#include <set>
 #include <string>
 
 #include "kernels/merge.h"
@@ -10,16 +11,47 @@
 namespace dcp {
 namespace {
 
+Status Bad(std::string_view key, const std::string& value, std::string_view rule) {
+  return Status(Reason::kConfig,
+                std::string(key) + " = " + value + ", expected " + std::string(rule));
+}
 template <class T>
 Status Bad(std::string_view key, T value, std::string_view rule) {
-  return Status(Reason::kConfig, std::string(key) + " = " + std::to_string(value) + ", expected " +
-                                     std::string(rule));
+  return Bad(key, std::to_string(value), rule);
 }
 
 template <class T>
 Status InRange(std::string_view key, T value, T low, T high) {
   if (value >= low && value <= high) return Status::Ok();
   return Bad(key, value, std::to_string(low) + " to " + std::to_string(high));
+}
+
+Status ValidateDevices(const RanksConfig& r) {
+  if (r.device == RankDevice::kCpu) {
+    if (r.devices.empty() && !r.share_devices && !r.graphs) return Status::Ok();
+    return Status(Reason::kConfig,
+                  "ranks.devices, ranks.share_devices and ranks.graphs are for ranks.device = "
+                  "\"cuda\", it is \"cpu\"");
+  }
+  if (!r.devices.empty() && r.devices.size() != static_cast<std::size_t>(r.count)) {
+    return Bad("ranks.devices", std::to_string(r.devices.size()) + " devices",
+               "one for each of ranks.count = " + std::to_string(r.count));
+  }
+  std::set<int> seen;
+  for (int rank = 0; rank < r.count; ++rank) {
+    const int device = r.Device(rank);
+    if (device < 0) return Bad("ranks.devices", device, "indexes from 0");
+    if (!seen.insert(device).second && !r.share_devices) {
+      return Bad("ranks.devices", "device " + std::to_string(device) + " twice",
+                 "different devices, or ranks.share_devices = true (for tests: slow)");
+    }
+  }
+  if (r.share_devices && r.graphs.value_or(false)) {
+    return Bad("ranks.graphs", std::string("true"),
+               "false with ranks.share_devices: such ranks meet on the host in every operation, "
+               "which no graph can capture");
+  }
+  return Status::Ok();
 }
 
 }  // namespace
@@ -39,6 +71,8 @@ Status Validate(const EngineConfig& c) {
   DCP_RETURN_IF_ERROR(InRange("ranks.cpu_threads", c.ranks.cpu_threads, 0, 1024));
   DCP_RETURN_IF_ERROR(
       InRange<std::int64_t>("ranks.timeout_ms", c.ranks.timeout.count(), 1, 600000));
+
+  DCP_RETURN_IF_ERROR(ValidateDevices(c.ranks));
 
   DCP_RETURN_IF_ERROR(InRange("model.layers", c.model.layers, 1, 1024));
   DCP_RETURN_IF_ERROR(InRange("model.heads", c.model.heads, 1, 1024));

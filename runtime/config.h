@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "base/tensor.h"
@@ -26,10 +28,23 @@ struct ModelConfig {
   int d_qk() const { return kv_lora_rank + rope_dim; }
 };
 
+enum class RankDevice : std::uint8_t { kCpu, kCuda };
+
 struct RanksConfig {
   int count = 1;
+  RankDevice device = RankDevice::kCpu;
   Millis timeout{5000};  // bound of every wait for a rank
-  int cpu_threads = 0;   // host threads of all ranks together; 0: the machine's
+  int cpu_threads = 0;   // host threads of all CPU ranks together; 0: the machine's
+
+  // CUDA ranks only.
+  std::vector<int> devices;      // of each rank; empty: rank r on device r
+  bool share_devices = false;    // several ranks on one device, for tests and debugging: slow
+  std::optional<bool> graphs{};  // replay captured steps; unset: where ranks do not share devices
+
+  int Device(int rank) const {
+    return devices.empty() ? rank : devices[static_cast<std::size_t>(rank)];
+  }
+  bool UseGraphs() const { return graphs.value_or(!share_devices); }
 };
 
 struct KvConfig {

@@ -10,9 +10,9 @@
 
 #include "base/log.h"
 #include "base/wait.h"
-#include "comm/in_process.h"
 #include "kernels/contract_probe.h"
 #include "runtime/engine_core.h"
+#include "runtime/rank_makers.h"
 
 namespace dcp {
 namespace {
@@ -243,18 +243,21 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineConfig& config, Engin
   DCP_RETURN_IF_ERROR(Validate(config));
   const auto shared = std::make_shared<const EngineConfig>(config);
   const std::span<const BackendEntry> table = hooks.backends.empty() ? Backends() : hooks.backends;
-  DCP_ASSIGN_OR_RETURN(const BackendEntry* backend, SelectBackend(table, config.attention.backend,
-                                                                  config.Geometry(), Arch::kHost));
+  const bool cuda = config.ranks.device == RankDevice::kCuda;
+  DCP_ASSIGN_OR_RETURN(const BackendEntry* backend,
+                       SelectBackend(table, config.attention.backend, config.Geometry(),
+                                     cuda ? Arch::kCuda : Arch::kHost));
   if (config.limits.max_query_tokens > backend->caps.max_query_tokens) {
     return Status(Reason::kConfig,
                   "limits.max_query_tokens = " + std::to_string(config.limits.max_query_tokens) +
                       ", backend " + std::string(backend->name) + " takes at most " +
                       std::to_string(backend->caps.max_query_tokens));
   }
+  DCP_ASSIGN_OR_RETURN(const RankMakers makers, DefaultMakers(config.ranks));
   DCP_ASSIGN_OR_RETURN(std::unique_ptr<RankGroup> group,
                        RankGroup::Create(shared, *backend, hooks.poison_kv, hooks.rank_fault,
-                                         hooks.make_port ? hooks.make_port : MakeLocalRankPort,
-                                         hooks.make_group ? hooks.make_group : MakeInProcessGroup));
+                                         hooks.make_port ? hooks.make_port : makers.port,
+                                         hooks.make_group ? hooks.make_group : makers.group));
   EngineInfo info{.config = config,
                   .backend = std::string(backend->name),
                   .lse_base = backend->caps.lse_base,

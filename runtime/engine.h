@@ -30,8 +30,8 @@ using Done = std::function<void(Result<T>)>;
 // What a program or a test may put in place of the defaults.
 struct EngineHooks {
   std::span<const BackendEntry> backends;     // empty: Backends()
-  MakeGroupFn make_group;                     // empty: MakeInProcessGroup
-  MakeRankPortFn make_port;                   // empty: MakeLocalRankPort
+  MakeGroupFn make_group;                     // empty: what config.ranks asks for
+  MakeRankPortFn make_port;                   // likewise
   RankFaultHook rank_fault;                   // called in every phase of every rank; tests only
   bool poison_kv = false;                     // fill the KV pool with NaN at start
   std::function<void(EngineState)> on_state;  // called on the engine's thread at each change

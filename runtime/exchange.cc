@@ -10,24 +10,6 @@
 namespace dcp {
 namespace {
 
-std::size_t PartialBytes(const ExchangeShape& s, int tokens) {  // of one rank's heads
-  return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(s.heads_per_rank()) *
-         static_cast<std::size_t>(s.d_v) * SizeOf(s.partial_dtype);
-}
-
-std::size_t LseBytes(const ExchangeShape& s, int tokens) {
-  return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(s.heads_per_rank()) *
-         sizeof(float);
-}
-
-// The message to one rank; LSE is f32, so an odd count of bf16 values before it is padded.
-std::size_t LseOffset(const ExchangeShape& s, int tokens) {
-  return (PartialBytes(s, tokens) + 3) & ~std::size_t{3};
-}
-std::size_t MessageBytes(const ExchangeShape& s, int tokens) {
-  return LseOffset(s, tokens) + LseBytes(s, tokens);
-}
-
 void RoundLseToBf16(std::byte* lse, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += sizeof(float)) {
     float x;
@@ -56,12 +38,12 @@ ExchangeBuffers::ExchangeBuffers(ExchangeKind kind, const ExchangeShape& shape, 
     : kind_(kind), shape_(shape) {
   const auto ranks = static_cast<std::size_t>(shape.ranks);
   if (kind == ExchangeKind::kA2a) {
-    send_.resize(ranks * MessageBytes(shape, max_tokens));
+    send_.resize(ranks * shape.MessageBytes(max_tokens));
     recv_.resize(send_.size());
   } else {
-    send_.resize(ranks * PartialBytes(shape, max_tokens));
-    recv_.resize(PartialBytes(shape, max_tokens));
-    lse_send_.resize(ranks * LseBytes(shape, max_tokens));
+    send_.resize(ranks * shape.PartialBytes(max_tokens));
+    recv_.resize(shape.PartialBytes(max_tokens));
+    lse_send_.resize(ranks * shape.LseBytes(max_tokens));
     lse_recv_.resize(ranks * lse_send_.size());
     row_.resize(static_cast<std::size_t>(shape.d_v));
   }
@@ -72,13 +54,13 @@ PartialLayout ExchangeBuffers::Layout(int tokens) {
   layout.heads_per_group = shape_.heads_per_rank();
   layout.out = send_.data();
   if (kind_ == ExchangeKind::kA2a) {
-    layout.out_group_stride = static_cast<std::int64_t>(MessageBytes(shape_, tokens));
-    layout.lse = send_.data() + LseOffset(shape_, tokens);
+    layout.out_group_stride = static_cast<std::int64_t>(shape_.MessageBytes(tokens));
+    layout.lse = send_.data() + shape_.LseOffset(tokens);
     layout.lse_group_stride = layout.out_group_stride;
   } else {
-    layout.out_group_stride = static_cast<std::int64_t>(PartialBytes(shape_, tokens));
+    layout.out_group_stride = static_cast<std::int64_t>(shape_.PartialBytes(tokens));
     layout.lse = lse_send_.data();
-    layout.lse_group_stride = static_cast<std::int64_t>(LseBytes(shape_, tokens));
+    layout.lse_group_stride = static_cast<std::int64_t>(shape_.LseBytes(tokens));
   }
   return layout;
 }
@@ -101,13 +83,13 @@ struct ExchangeRun {
   std::size_t ranks() const { return static_cast<std::size_t>(s.ranks); }
 
   Status A2a() {
-    const std::size_t message = MessageBytes(s, args.tokens);
+    const std::size_t message = s.MessageBytes(args.tokens);
     const std::span send(b.send_.data(), ranks() * message);
     const std::span recv(b.recv_.data(), ranks() * message);
     if (Sabotaged(Fault::kLseBf16)) {
       for (std::size_t r = 0; r < ranks(); ++r) {
-        RoundLseToBf16(send.data() + r * message + LseOffset(s, args.tokens),
-                       LseBytes(s, args.tokens));
+        RoundLseToBf16(send.data() + r * message + s.LseOffset(args.tokens),
+                       s.LseBytes(args.tokens));
       }
     }
     DCP_RETURN_IF_ERROR(entering(RankPhase::kExchange));
@@ -117,7 +99,7 @@ struct ExchangeRun {
     std::array<MergeSource, kMaxRanks> sources;
     for (std::size_t r = 0; r < ranks(); ++r) {
       const std::byte* from = recv.data() + r * message;
-      sources[r] = {.out = from, .lse = from + LseOffset(s, args.tokens)};
+      sources[r] = {.out = from, .lse = from + s.LseOffset(args.tokens)};
     }
     std::vector<std::int32_t> from_bits;  // stays empty but in one sabotage build
     MergeArgs merge{.sources = sources.data(),
@@ -161,8 +143,8 @@ struct ExchangeRun {
   }
 
   Status AgRs() {
-    const std::size_t lse_bytes = ranks() * LseBytes(s, args.tokens);
-    const std::size_t partial = PartialBytes(s, args.tokens);
+    const std::size_t lse_bytes = ranks() * s.LseBytes(args.tokens);
+    const std::size_t partial = s.PartialBytes(args.tokens);
     const std::span lse_send(b.lse_send_.data(), lse_bytes);
     const std::span lse_recv(b.lse_recv_.data(), ranks() * lse_bytes);
     if (Sabotaged(Fault::kLseBf16)) RoundLseToBf16(lse_send.data(), lse_send.size());
@@ -212,7 +194,7 @@ struct ExchangeRun {
         for (std::size_t r = 0; r < ranks(); ++r) {
           // [rank][group = this rank][tokens, heads]
           const std::size_t group = r * ranks() + static_cast<std::size_t>(comm.rank().value());
-          std::memcpy(&lse[r], lse_all + group * LseBytes(s, args.tokens) + index * sizeof(float),
+          std::memcpy(&lse[r], lse_all + group * s.LseBytes(args.tokens) + index * sizeof(float),
                       sizeof(float));
         }
         const RowWeights<B> merged = MergeWeights<B>(s.ranks, owned, lse, weight);

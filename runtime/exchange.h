@@ -20,17 +20,10 @@
 #include "kernels/attention_backend.h"
 #include "kernels/merge.h"
 #include "runtime/config.h"
+#include "runtime/exchange_layout.h"
 #include "runtime/rank_message.h"
 
 namespace dcp {
-
-struct ExchangeShape {
-  int ranks = 0;
-  int heads = 0;
-  int d_v = 0;
-  DType partial_dtype = DType::kBf16;
-  int heads_per_rank() const { return heads / ranks; }
-};
 
 // One rank's buffers, sized once for the largest step.
 class ExchangeBuffers {

@@ -105,6 +105,34 @@ class Section {
     for (const toml::node& n : *array) out->push_back(*n.value<std::string>());
   }
 
+  void Get(std::string_view key, std::vector<int>* out) {
+    const toml::node* node = Find(key);
+    if (node == nullptr) return;
+    const toml::array* array = node->as_array();
+    const auto fits = [](const toml::node& n) {
+      const auto value = n.is_integer() ? n.value<std::int64_t>() : std::nullopt;
+      return value && *value >= 0 && *value <= std::numeric_limits<int>::max();
+    };
+    if (array == nullptr || !std::all_of(array->begin(), array->end(), fits)) {
+      return Reject(key, *node, "an array of whole numbers from 0");
+    }
+    out->clear();
+    for (const toml::node& n : *array) out->push_back(static_cast<int>(*n.value<std::int64_t>()));
+  }
+
+  void Get(std::string_view key, bool* out) {
+    const toml::node* node = Find(key);
+    if (node == nullptr) return;
+    if (!node->is_boolean()) return Reject(key, *node, "true or false");
+    *out = *node->value<bool>();
+  }
+  void Get(std::string_view key, std::optional<bool>* out) {
+    bool value = false;
+    if (Find(key) == nullptr) return;
+    Get(key, &value);
+    *out = value;
+  }
+
   void Require(std::string_view key) {
     if (table_ != nullptr && table_->contains(key)) return;
     if (error_.ok()) {
@@ -178,10 +206,16 @@ Status ReadRanks(Section section, RanksConfig& ranks) {
   std::string device = "cpu";
   section.Get("device", &device);
   if (device == "cuda") {
+    ranks.device = RankDevice::kCuda;
+#if !defined(DCP_WITH_CUDA)
     section.Reject("device", "\"cpu\": CUDA is not in this build");
+#endif
   } else if (device != "cpu") {
     section.Reject("device", "\"cpu\" or \"cuda\"");
   }
+  section.Get("devices", &ranks.devices);
+  section.Get("share_devices", &ranks.share_devices);
+  section.Get("graphs", &ranks.graphs);
   section.Get("timeout_ms", &ranks.timeout);
   section.Get("cpu_threads", &ranks.cpu_threads);
   section.Require("count");

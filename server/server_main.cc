@@ -20,6 +20,10 @@
 #include "server/log_setup.h"
 #include "server/server.h"
 
+#if defined(DCP_WITH_CUDA)
+#include "base/cuda.h"
+#endif
+
 namespace dcp {
 namespace {
 
@@ -73,7 +77,13 @@ void LogStart(const ServerConfig& config, const EngineInfo& info) {
   spdlog::info("dcp-server {} ({}), epoch {}", kVersion, kGitHash, info.epoch);
   spdlog::info("  model     {} layers, {} heads, {} + {} dims, softmax scale {}", e.model.layers,
                e.model.heads, e.model.kv_lora_rank, e.model.rope_dim, e.model.softmax_scale);
-  spdlog::info("  ranks     {} on cpu, timeout {} ms", e.ranks.count, e.ranks.timeout.count());
+  const bool cuda = e.ranks.device == RankDevice::kCuda;
+  spdlog::info("  ranks     {} on {}, timeout {} ms{}", e.ranks.count, cuda ? "cuda" : "cpu",
+               e.ranks.timeout.count(),
+               !cuda                   ? ""
+               : e.ranks.share_devices ? ", devices shared, eager"
+               : e.ranks.UseGraphs()   ? ", graphs"
+                                       : ", eager");
   spdlog::info("  backend   {}, lse base {}, partials {}", info.backend,
                info.lse_base == LogBase::kE ? "e" : "2", DTypeName(e.attention.partial_dtype));
   spdlog::info("  exchange  {}", ExchangeName(e.exchange));
@@ -117,6 +127,9 @@ int ServerMain(int argc, char** argv, EngineHooks hooks) {
   if (const int* code = std::get_if<int>(&command)) return *code;
   const ServerConfig& config = std::get<ServerConfig>(command);
   SetUpLogging(config.log);
+#if defined(DCP_WITH_CUDA)
+  cuda::SetUpEnvironment();
+#endif
 
   // Before any thread starts: all inherit the mask, and only sigwait gets these signals.
   const sigset_t signals = StopSignals();

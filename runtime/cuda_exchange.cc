@@ -1,0 +1,129 @@
+#include "runtime/cuda_exchange.h"
+
+#include <utility>
+
+#include "kernels/merge_cuda.h"
+
+namespace dcp {
+
+Result<CudaExchange> CudaExchange::Create(int device, ExchangeKind kind, const ExchangeShape& shape,
+                                          int max_tokens) {
+  const auto ranks = static_cast<std::size_t>(shape.ranks);
+  const auto make = [device](std::size_t bytes) {
+    return cuda::DeviceBuffer::Create(device, bytes, "the exchange");
+  };
+  CudaExchange e;
+  e.kind_ = kind;
+  e.shape_ = shape;
+  if (kind == ExchangeKind::kA2a) {
+    DCP_ASSIGN_OR_RETURN(e.send_, make(ranks * shape.MessageBytes(max_tokens)));
+    DCP_ASSIGN_OR_RETURN(e.recv_, make(e.send_.size()));
+  } else {
+    DCP_ASSIGN_OR_RETURN(e.send_, make(ranks * shape.PartialBytes(max_tokens)));
+    DCP_ASSIGN_OR_RETURN(e.recv_, make(shape.PartialBytes(max_tokens)));
+    DCP_ASSIGN_OR_RETURN(e.lse_send_, make(ranks * shape.LseBytes(max_tokens)));
+    DCP_ASSIGN_OR_RETURN(e.lse_recv_, make(ranks * e.lse_send_.size()));
+  }
+  const std::size_t rows = shape.LseBytes(max_tokens) / sizeof(float);
+  DCP_ASSIGN_OR_RETURN(e.output_, make(rows * static_cast<std::size_t>(shape.d_v) * sizeof(float)));
+  DCP_ASSIGN_OR_RETURN(e.lse_, make(rows * sizeof(float)));
+  DCP_ASSIGN_OR_RETURN(e.faults_, make(sizeof(std::int64_t)));
+  return e;
+}
+
+PartialLayout CudaExchange::Layout(int capacity) const {
+  PartialLayout layout;
+  layout.heads_per_group = shape_.heads_per_rank();
+  layout.out = send_.data();
+  if (kind_ == ExchangeKind::kA2a) {
+    layout.out_group_stride = static_cast<std::int64_t>(shape_.MessageBytes(capacity));
+    layout.lse = send_.data() + shape_.LseOffset(capacity);
+    layout.lse_group_stride = layout.out_group_stride;
+  } else {
+    layout.out_group_stride = static_cast<std::int64_t>(shape_.PartialBytes(capacity));
+    layout.lse = lse_send_.data();
+    layout.lse_group_stride = static_cast<std::int64_t>(shape_.LseBytes(capacity));
+  }
+  return layout;
+}
+
+Status CudaExchange::Enqueue(Communicator& comm, const Args& args, const PhaseFn& entering) {
+  DCP_RETURN_IF_ERROR(cuda::FillAsync(faults_.data(), 0, faults_.size(), args.stream));
+  return kind_ == ExchangeKind::kA2a ? A2a(comm, args, entering) : AgRs(comm, args, entering);
+}
+
+Status CudaExchange::A2a(Communicator& comm, const Args& args, const PhaseFn& entering) {
+  const std::size_t message = shape_.MessageBytes(args.capacity);
+  const std::size_t bytes = static_cast<std::size_t>(shape_.ranks) * message;
+  const bool alone = shape_.ranks == 1;  // its own message is the only one
+  DCP_RETURN_IF_ERROR(entering(RankPhase::kExchange));
+  if (!alone) {
+    DCP_RETURN_IF_ERROR(
+        comm.AllToAll({send_.data(), bytes}, {recv_.data(), bytes}, args.deadline, args.stream));
+  }
+  DCP_RETURN_IF_ERROR(entering(RankPhase::kMerge));
+  const std::byte* const from = alone ? send_.data() : recv_.data();
+  const DeviceMergeArgs merge{.out = from,
+                              .lse = from + shape_.LseOffset(args.capacity),
+                              .rank_stride = static_cast<std::int64_t>(message),
+                              .ranks = shape_.ranks,
+                              .max_tokens = args.capacity,
+                              .heads = shape_.heads_per_rank(),
+                              .d_v = shape_.d_v,
+                              .partial_dtype = shape_.partial_dtype,
+                              .step = args.step,
+                              .output = output(),
+                              .merged_lse = lse(),
+                              .faults = faults()};
+  return WithLogBase(args.partial_base,
+                     [&](auto base) { return MergePartialsOnDevice<base()>(merge, args.stream); });
+}
+
+Status CudaExchange::AgRs(Communicator& comm, const Args& args, const PhaseFn& entering) {
+  const auto ranks = static_cast<std::size_t>(shape_.ranks);
+  const std::size_t partial = shape_.PartialBytes(args.capacity);
+  const std::size_t lse_bytes = ranks * shape_.LseBytes(args.capacity);
+  const bool alone = shape_.ranks == 1;
+  DCP_RETURN_IF_ERROR(entering(RankPhase::kExchange));
+  if (!alone) {
+    DCP_RETURN_IF_ERROR(comm.AllGather({lse_send_.data(), lse_bytes},
+                                       {lse_recv_.data(), ranks * lse_bytes}, args.deadline,
+                                       args.stream));
+  }
+  const std::byte* const all_lse = alone ? lse_send_.data() : lse_recv_.data();
+  const DeviceScaleArgs scale{.partial = send_.data(),
+                              .group_stride = static_cast<std::int64_t>(partial),
+                              .lse = all_lse,
+                              .rank = comm.rank().value(),
+                              .ranks = shape_.ranks,
+                              .groups = shape_.ranks,
+                              .max_tokens = args.capacity,
+                              .heads_per_group = shape_.heads_per_rank(),
+                              .d_v = shape_.d_v,
+                              .partial_dtype = shape_.partial_dtype,
+                              .step = args.step};
+  DCP_RETURN_IF_ERROR(WithLogBase(args.partial_base, [&](auto base) {
+    return ScalePartialOnDevice<base()>(scale, args.stream);
+  }));
+  if (!alone) {
+    DCP_RETURN_IF_ERROR(comm.ReduceScatter({send_.data(), ranks * partial}, {recv_.data(), partial},
+                                           shape_.partial_dtype, args.deadline, args.stream));
+  }
+  DCP_RETURN_IF_ERROR(entering(RankPhase::kMerge));
+  const DeviceFinishArgs finish{.reduced = alone ? send_.data() : recv_.data(),
+                                .lse = all_lse,
+                                .rank = comm.rank().value(),
+                                .ranks = shape_.ranks,
+                                .max_tokens = args.capacity,
+                                .heads = shape_.heads_per_rank(),
+                                .d_v = shape_.d_v,
+                                .partial_dtype = shape_.partial_dtype,
+                                .step = args.step,
+                                .output = output(),
+                                .merged_lse = lse(),
+                                .faults = faults()};
+  return WithLogBase(args.partial_base,
+                     [&](auto base) { return FinishRowsOnDevice<base()>(finish, args.stream); });
+}
+
+}  // namespace dcp

@@ -1,0 +1,54 @@
+// The exchange of runtime/exchange.h on a device: the same messages and the same arithmetic,
+// enqueued on a stream. Layouts are those of a capacity in tokens, so that a captured exchange
+// serves every step of at most as many; rows past the step's tokens travel and are not looked at.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "base/cuda.h"
+#include "comm/communicator.h"
+#include "kernels/attention_backend.h"
+#include "kernels/device_step.h"
+#include "runtime/config.h"
+#include "runtime/exchange.h"
+
+namespace dcp {
+
+class CudaExchange {
+ public:
+  // Allocates for steps of up to max_tokens. Errors: KV_CAPACITY.
+  static Result<CudaExchange> Create(int device, ExchangeKind kind, const ExchangeShape& shape,
+                                     int max_tokens);
+
+  // Where the attention backend writes: straight into the messages.
+  PartialLayout Layout(int capacity) const;
+
+  // Merged rows of this rank's heads; device memory.
+  std::byte* output() const { return output_.data(); }  // [tokens, heads / ranks, d_v]
+  float* lse() const { return lse_.as<float>(); }       // [tokens, heads / ranks]
+  std::int64_t* faults() const { return faults_.as<std::int64_t>(); }
+
+  struct Args {
+    int capacity = 0;
+    const DeviceStep* step = nullptr;
+    LogBase partial_base = LogBase::kE;  // the backend's declared base
+    TimePoint deadline;
+    StreamRef stream = StreamRef::Host();
+  };
+  // Enqueues everything between the attention's partials and output(), lse(), faults().
+  Status Enqueue(Communicator& comm, const Args& args, const PhaseFn& entering);
+
+ private:
+  CudaExchange() = default;
+  Status A2a(Communicator& comm, const Args& args, const PhaseFn& entering);
+  Status AgRs(Communicator& comm, const Args& args, const PhaseFn& entering);
+
+  ExchangeKind kind_{};
+  ExchangeShape shape_;
+  cuda::DeviceBuffer send_, recv_;          // partials (a2a: with their LSE)
+  cuda::DeviceBuffer lse_send_, lse_recv_;  // ag_rs only
+  cuda::DeviceBuffer output_, lse_, faults_;
+};
+
+}  // namespace dcp

@@ -1,0 +1,32 @@
+// Byte layout of the exchange's messages, the same on hosts and devices.
+//   a2a    to each rank: [tokens, heads / N, d_v] partials, padding to 4 bytes, [tokens, heads / N]
+//   LSE ag_rs  partials [N groups][tokens, heads / N, d_v]; LSE [N groups][tokens, heads / N]
+#pragma once
+
+#include <cstddef>
+
+#include "base/tensor.h"
+
+namespace dcp {
+
+struct ExchangeShape {
+  int ranks = 0;
+  int heads = 0;
+  int d_v = 0;
+  DType partial_dtype = DType::kBf16;
+  int heads_per_rank() const { return heads / ranks; }
+
+  // Of one rank's heads.
+  std::size_t PartialBytes(int tokens) const { return Rows(tokens) * d_v * SizeOf(partial_dtype); }
+  std::size_t LseBytes(int tokens) const { return Rows(tokens) * sizeof(float); }
+  // In a message of a2a: LSE is f32, so an odd count of bf16 values before it is padded.
+  std::size_t LseOffset(int tokens) const { return (PartialBytes(tokens) + 3) & ~std::size_t{3}; }
+  std::size_t MessageBytes(int tokens) const { return LseOffset(tokens) + LseBytes(tokens); }
+
+ private:
+  std::size_t Rows(int tokens) const {
+    return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(heads_per_rank());
+  }
+};
+
+}  // namespace dcp
