@@ -12,7 +12,7 @@ namespace dcp {
 // form and by cpu_reference: rows with keys, an empty row, a page tail full of NaN, LSE buffers
 // pre-filled with junk. Compares LSE base, empty mark, LSE values and outputs.
 // Errors: BACKEND_CONTRACT naming the backend, what it declares and what it did.
-// Allocates; call at start only. Host backends; device backends bring their own staging.
+// Allocates; call at start only. Device backends are reached through StagedAttention.
 Status ProbeContract(const BackendEntry& entry, const BackendSetup& setup,
                      AttentionBackend& backend);
 

@@ -1,6 +1,6 @@
-// What happens to the KV pool of a rank on a device; the host's is runtime/kv_store.h. Everything is
-// enqueued on `stream`, in launches of a fixed shape that read what varies from `step`, so they may be
-// captured in a graph. Errors: INTERNAL, a launch that CUDA refused.
+// What a step does to a rank's pages on a GPU: copies of shared blocks, new latents, and the check of
+// a replay. All pointers are device addresses aligned to 16, d_qk is a multiple of 8, grids are fixed:
+// what changes from step to step is read from `step` when the kernels run. Enqueued on `stream`.
 #pragma once
 
 #include <cstdint>
@@ -12,27 +12,24 @@
 
 namespace dcp {
 
-// [layers][blocks][page_tokens][d_qk] bf16, one allocation on the device. Strides in elements.
-struct DeviceKv {
-  Bf16* base = nullptr;
-  std::int64_t layers = 0;
+struct KvPool {
+  Bf16* base = nullptr;  // [layers][blocks][page_tokens][d_qk]
+  int layers = 0;
   std::int64_t blocks = 0;
-  std::int64_t page_tokens = 0;
-  std::int64_t d_qk = 0;
-  std::int64_t page_stride = 0;   // page_tokens * d_qk
-  std::int64_t layer_stride = 0;  // blocks * page_stride
+  int page_tokens = 0;
+  int d_qk = 0;
 };
 
-// step->page_copies, of every layer. No page is both copied from and copied to.
-Status CopyPagesOnDevice(const DeviceKv& kv, const DeviceStep* step, StreamRef stream);
+// step->page_copies, in every layer. No page is the source of one copy and the target of another.
+Status CopyPages(const KvPool& pool, const DeviceStep* step, StreamRef stream);
 
-// latents [tokens, d_qk] -> the layer at step->kv_offset, tokens whose slot is not negative; nothing
-// unless step->has_new_kv.
-Status WriteKvOnDevice(const DeviceKv& kv, const Bf16* latents, const DeviceStep* step,
-                       StreamRef stream);
+// Stores latents [tokens, d_qk] of the tokens whose step->slots is not negative, in the layer at
+// step->kv_offset. Nothing if not step->has_new_kv. No slot appears twice.
+Status WriteKv(const KvPool& pool, const Bf16* latents, const DeviceStep* step, StreamRef stream);
 
-// *mismatch = the first token whose stored latent differs from `latents`, or -1.
-Status CompareKvOnDevice(const DeviceKv& kv, const Bf16* latents, std::int32_t* mismatch,
-                         const DeviceStep* step, StreamRef stream);
+// Compares what WriteKv would store with what is stored, bit by bit. *first_difference (device): the
+// smallest token index whose latent differs, -1 if none does.
+Status CompareKv(const KvPool& pool, const Bf16* latents, const DeviceStep* step,
+                 std::int32_t* first_difference, StreamRef stream);
 
 }  // namespace dcp

@@ -1,7 +1,10 @@
-// merge.h on a device: the same arithmetic (merge_math.h), bit for bit. Enqueued on `stream`, in
-// launches sized by max_tokens that read what varies from `step` (tokens, bounds [ranks, tokens],
-// output dtype, LSE base), so they may be captured in a graph; rows of tokens past step->tokens are
-// not touched. All pointers are device addresses. Errors: INTERNAL, a launch that CUDA refused.
+// merge.h on the GPU, bit for bit: the same arithmetic (merge_math.h) and the same rules about which
+// ranks are read. All pointers are device addresses; tokens, bounds, output dtype and the base of the
+// merged LSE are read from `step` when the kernels run. Rows of tokens from step->tokens on are left
+// alone. Everything is enqueued on `stream`, in grids that depend on the arguments only.
+//
+// d_v is even. Partials, messages, strides and outputs are aligned to 4 bytes; where all of them are
+// aligned to 16 and d_v is a multiple of 8, access is four times as wide.
 #pragma once
 
 #include <cstddef>
@@ -12,68 +15,70 @@
 #include "base/tensor.h"
 #include "kernels/device_step.h"
 #include "kernels/lse.h"
+#include "kernels/merge.h"
 
 namespace dcp {
 
-// As MergePartials. The partial of rank r lies at out + r * rank_stride, its LSE at lse + r *
-// rank_stride, both [max_tokens, heads, ...] with rows in the order of tokens.
+// The heads that one rank owns.
 struct DeviceMergeArgs {
-  const std::byte* out = nullptr;  // [ranks][tokens, heads, d_v] bf16 | f32
-  const std::byte* lse = nullptr;  // [ranks][tokens, heads] f32 in the declared base
-  std::int64_t rank_stride = 0;    // bytes
-  int ranks = 0;
-  int max_tokens = 0;
+  const std::byte* out = nullptr;   // rank r at + r * message_stride: [tokens, heads, d_v] bf16 | f32
+  const std::byte* lse = nullptr;   // rank r at + r * message_stride: [tokens, heads] f32
+  std::int64_t message_stride = 0;  // bytes
+  int ranks = 0;                    // up to kMaxRanks
   int heads = 0;
   int d_v = 0;
   DType partial_dtype = DType::kBf16;
+  std::byte* output = nullptr;      // [tokens, heads, d_v] step->output_dtype
+  float* merged_lse = nullptr;      // [tokens, heads] in step->lse_base; null: not wanted
+  std::int64_t* faults = nullptr;   // the number of faulty rows is added
+  int max_tokens = 0;               // sizes the grid
   const DeviceStep* step = nullptr;
-  std::byte* output = nullptr;      // [tokens, heads, d_v] in step->output_dtype
-  float* merged_lse = nullptr;      // [tokens, heads] in step->lse_base
-  std::int64_t* faults = nullptr;   // rows with a fault are added
 };
 template <LogBase B>
-Status MergePartialsOnDevice(const DeviceMergeArgs& args, StreamRef stream);
+Status MergePartialsCuda(const DeviceMergeArgs& args, StreamRef stream);
+extern template Status MergePartialsCuda<LogBase::kE>(const DeviceMergeArgs&, StreamRef);
+extern template Status MergePartialsCuda<LogBase::kTwo>(const DeviceMergeArgs&, StreamRef);
 
-// As ScalePartial; lse is [ranks][groups][max_tokens, heads_per_group], contiguous.
+// ag_rs, first half: ScalePartial.
 struct DeviceScaleArgs {
-  std::byte* partial = nullptr;   // [groups][tokens, heads_per_group, d_v]
-  std::int64_t group_stride = 0;  // bytes
-  const std::byte* lse = nullptr;
+  std::byte* partial = nullptr;      // [groups][tokens, heads_per_group, d_v]
+  std::int64_t group_stride = 0;     // bytes
+  const std::byte* lse = nullptr;    // [ranks][groups][tokens, heads_per_group] f32
+  std::int64_t lse_rank_stride = 0;  // bytes
+  std::int64_t lse_group_stride = 0;
   int rank = 0;
   int ranks = 0;
   int groups = 0;
-  int max_tokens = 0;
   int heads_per_group = 0;
   int d_v = 0;
   DType partial_dtype = DType::kBf16;
+  int max_tokens = 0;
   const DeviceStep* step = nullptr;
 };
 template <LogBase B>
-Status ScalePartialOnDevice(const DeviceScaleArgs& args, StreamRef stream);
+Status ScalePartialCuda(const DeviceScaleArgs& args, StreamRef stream);
+extern template Status ScalePartialCuda<LogBase::kE>(const DeviceScaleArgs&, StreamRef);
+extern template Status ScalePartialCuda<LogBase::kTwo>(const DeviceScaleArgs&, StreamRef);
 
-// The end of ag_rs: reduced rows to the output dtype, and the merged LSE of this rank's heads.
+// ag_rs, second half: reduced rows become outputs, and the LSEs of all ranks the merged LSE.
 struct DeviceFinishArgs {
-  const std::byte* reduced = nullptr;  // [tokens, heads, d_v] in partial_dtype
-  const std::byte* lse = nullptr;      // [ranks][ranks][max_tokens, heads]: group `rank` is read
-  int rank = 0;
+  const std::byte* reduced = nullptr;  // [tokens, heads, d_v] partial_dtype
+  const std::byte* lse = nullptr;      // rank r's of these heads at + r * lse_rank_stride: [tokens,
+                                       // heads] f32
+  std::int64_t lse_rank_stride = 0;    // bytes
   int ranks = 0;
-  int max_tokens = 0;
   int heads = 0;
   int d_v = 0;
   DType partial_dtype = DType::kBf16;
-  const DeviceStep* step = nullptr;
-  std::byte* output = nullptr;
+  std::byte* output = nullptr;  // as in DeviceMergeArgs
   float* merged_lse = nullptr;
   std::int64_t* faults = nullptr;
+  int max_tokens = 0;
+  const DeviceStep* step = nullptr;
 };
 template <LogBase B>
-Status FinishRowsOnDevice(const DeviceFinishArgs& args, StreamRef stream);
-
-extern template Status MergePartialsOnDevice<LogBase::kE>(const DeviceMergeArgs&, StreamRef);
-extern template Status MergePartialsOnDevice<LogBase::kTwo>(const DeviceMergeArgs&, StreamRef);
-extern template Status ScalePartialOnDevice<LogBase::kE>(const DeviceScaleArgs&, StreamRef);
-extern template Status ScalePartialOnDevice<LogBase::kTwo>(const DeviceScaleArgs&, StreamRef);
-extern template Status FinishRowsOnDevice<LogBase::kE>(const DeviceFinishArgs&, StreamRef);
-extern template Status FinishRowsOnDevice<LogBase::kTwo>(const DeviceFinishArgs&, StreamRef);
+Status FinishRowsCuda(const DeviceFinishArgs& args, StreamRef stream);
+extern template Status FinishRowsCuda<LogBase::kE>(const DeviceFinishArgs&, StreamRef);
+extern template Status FinishRowsCuda<LogBase::kTwo>(const DeviceFinishArgs&, StreamRef);
 
 }  // namespace dcp
