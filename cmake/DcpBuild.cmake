@@ -32,10 +32,5 @@ endif()
 if(DCP_CUDA)
   set(CMAKE_CUDA_ARCHITECTURES OFF)  # CMake 3.25 knows neither 100f nor C++20 here: dcp_flags
   enable_language(CUDA)
-  if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
-    # CMake 3.25 does not know either that nvcc has C++20.
-    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
-    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
-  endif()
   find_package(CUDAToolkit REQUIRED)
 endif()

@@ -5,6 +5,11 @@
 #include "kernels/merge_cuda.h"
 
 namespace dcp {
+namespace {
+
+std::size_t Index(Rank rank) { return static_cast<std::size_t>(rank.value()); }
+
+}  // namespace
 
 Result<CudaExchange> CudaExchange::Create(int device, ExchangeKind kind, const ExchangeShape& shape,
                                           int max_tokens) {
@@ -65,24 +70,25 @@ Status CudaExchange::A2a(Communicator& comm, const Args& args, const PhaseFn& en
   const std::byte* const from = alone ? send_.data() : recv_.data();
   const DeviceMergeArgs merge{.out = from,
                               .lse = from + shape_.LseOffset(args.capacity),
-                              .rank_stride = static_cast<std::int64_t>(message),
+                              .message_stride = static_cast<std::int64_t>(message),
                               .ranks = shape_.ranks,
-                              .max_tokens = args.capacity,
                               .heads = shape_.heads_per_rank(),
                               .d_v = shape_.d_v,
                               .partial_dtype = shape_.partial_dtype,
-                              .step = args.step,
                               .output = output(),
                               .merged_lse = lse(),
-                              .faults = faults()};
+                              .faults = faults(),
+                              .max_tokens = args.capacity,
+                              .step = args.step};
   return WithLogBase(args.partial_base,
-                     [&](auto base) { return MergePartialsOnDevice<base()>(merge, args.stream); });
+                     [&](auto base) { return MergePartialsCuda<base()>(merge, args.stream); });
 }
 
 Status CudaExchange::AgRs(Communicator& comm, const Args& args, const PhaseFn& entering) {
   const auto ranks = static_cast<std::size_t>(shape_.ranks);
   const std::size_t partial = shape_.PartialBytes(args.capacity);
-  const std::size_t lse_bytes = ranks * shape_.LseBytes(args.capacity);
+  const std::size_t group_lse = shape_.LseBytes(args.capacity);
+  const std::size_t lse_bytes = ranks * group_lse;
   const bool alone = shape_.ranks == 1;
   DCP_RETURN_IF_ERROR(entering(RankPhase::kExchange));
   if (!alone) {
@@ -94,36 +100,37 @@ Status CudaExchange::AgRs(Communicator& comm, const Args& args, const PhaseFn& e
   const DeviceScaleArgs scale{.partial = send_.data(),
                               .group_stride = static_cast<std::int64_t>(partial),
                               .lse = all_lse,
+                              .lse_rank_stride = static_cast<std::int64_t>(lse_bytes),
+                              .lse_group_stride = static_cast<std::int64_t>(group_lse),
                               .rank = comm.rank().value(),
                               .ranks = shape_.ranks,
                               .groups = shape_.ranks,
-                              .max_tokens = args.capacity,
                               .heads_per_group = shape_.heads_per_rank(),
                               .d_v = shape_.d_v,
                               .partial_dtype = shape_.partial_dtype,
+                              .max_tokens = args.capacity,
                               .step = args.step};
-  DCP_RETURN_IF_ERROR(WithLogBase(args.partial_base, [&](auto base) {
-    return ScalePartialOnDevice<base()>(scale, args.stream);
-  }));
+  DCP_RETURN_IF_ERROR(WithLogBase(
+      args.partial_base, [&](auto base) { return ScalePartialCuda<base()>(scale, args.stream); }));
   if (!alone) {
     DCP_RETURN_IF_ERROR(comm.ReduceScatter({send_.data(), ranks * partial}, {recv_.data(), partial},
                                            shape_.partial_dtype, args.deadline, args.stream));
   }
   DCP_RETURN_IF_ERROR(entering(RankPhase::kMerge));
   const DeviceFinishArgs finish{.reduced = alone ? send_.data() : recv_.data(),
-                                .lse = all_lse,
-                                .rank = comm.rank().value(),
+                                .lse = all_lse + Index(comm.rank()) * group_lse,
+                                .lse_rank_stride = static_cast<std::int64_t>(lse_bytes),
                                 .ranks = shape_.ranks,
-                                .max_tokens = args.capacity,
                                 .heads = shape_.heads_per_rank(),
                                 .d_v = shape_.d_v,
                                 .partial_dtype = shape_.partial_dtype,
-                                .step = args.step,
                                 .output = output(),
                                 .merged_lse = lse(),
-                                .faults = faults()};
+                                .faults = faults(),
+                                .max_tokens = args.capacity,
+                                .step = args.step};
   return WithLogBase(args.partial_base,
-                     [&](auto base) { return FinishRowsOnDevice<base()>(finish, args.stream); });
+                     [&](auto base) { return FinishRowsCuda<base()>(finish, args.stream); });
 }
 
 }  // namespace dcp

@@ -103,13 +103,13 @@ class CudaRank {
   }
 
   bool Contains(const StepView& view) const {
-    const auto page_ok = [this](std::int32_t page) { return page >= 0 && page < kv_shape_.blocks; };
+    const auto page_ok = [this](std::int32_t page) { return page >= 0 && page < kv_pool_.blocks; };
     return view.header->layer >= 0 && view.header->layer < config_.model.layers &&
            std::ranges::all_of(view.block_table, page_ok) &&
            std::ranges::all_of(
                view.copies, [&](const PageCopy& c) { return page_ok(c.from) && page_ok(c.to); }) &&
            std::ranges::all_of(view.slots, [this](std::int64_t s) {
-             return s < kv_shape_.blocks * kv_shape_.page_tokens;
+             return s < kv_pool_.blocks * kv_pool_.page_tokens;
            });
   }
 
@@ -174,9 +174,9 @@ class CudaRank {
       const bool last_copies = some_copies == copies.size();
       const std::size_t n = last_copies ? std::min(tokens - first, max_tokens_) : 0;
       DCP_RETURN_IF_ERROR(SendPiece(view, step, first, n, copies.first(some_copies)));
-      DCP_RETURN_IF_ERROR(CopyPagesOnDevice(kv_shape_, upload_->device_step(), stream_->ref()));
-      DCP_RETURN_IF_ERROR(WriteKvOnDevice(kv_shape_, new_kv_.device.as<Bf16>(),
-                                          upload_->device_step(), stream_->ref()));
+      DCP_RETURN_IF_ERROR(CopyPages(kv_pool_, upload_->device_step(), stream_->ref()));
+      DCP_RETURN_IF_ERROR(
+          WriteKv(kv_pool_, new_kv_.device.as<Bf16>(), upload_->device_step(), stream_->ref()));
       DCP_RETURN_IF_ERROR(link_->communicator()->Wait(deadline, stream_->ref()));
       copies = copies.subspan(some_copies);
       first += n;
@@ -191,9 +191,8 @@ class CudaRank {
     for (std::size_t first = 0; first < view.slots.size(); first += max_tokens_) {
       const std::size_t n = std::min(view.slots.size() - first, max_tokens_);
       DCP_RETURN_IF_ERROR(SendPiece(view, step, first, n, {}));
-      DCP_RETURN_IF_ERROR(CompareKvOnDevice(kv_shape_, new_kv_.device.as<Bf16>(),
-                                            mismatch_.device.as<std::int32_t>(),
-                                            upload_->device_step(), stream_->ref()));
+      DCP_RETURN_IF_ERROR(CompareKv(kv_pool_, new_kv_.device.as<Bf16>(), upload_->device_step(),
+                                    mismatch_.device.as<std::int32_t>(), stream_->ref()));
       DCP_RETURN_IF_ERROR(cuda::CopyAsync(mismatch_.host.data(), mismatch_.device.data(),
                                           sizeof(std::int32_t), stream_->ref()));
       DCP_RETURN_IF_ERROR(link_->communicator()->Wait(deadline, stream_->ref()));
@@ -210,13 +209,13 @@ class CudaRank {
                    std::span<const PageCopy> copies) {
     upload_->Begin();
     DeviceStep to{.tokens = static_cast<std::int32_t>(n),
-                  .kv_offset = view.header->layer * kv_shape_.layer_stride,
+                  .kv_offset = view.header->layer * layer_stride_,
                   .has_new_kv = n > 0};
     DCP_RETURN_IF_ERROR(AddCopies(copies, to));
     DCP_ASSIGN_OR_RETURN(to.slots, upload_->Add(view.slots.subspan(n > 0 ? first : 0, n)));
     upload_->step() = to;
     DCP_RETURN_IF_ERROR(upload_->Send(stream_->ref()));
-    const std::size_t latent = Size(kv_shape_.d_qk) * sizeof(Bf16);
+    const std::size_t latent = Size(kv_pool_.d_qk) * sizeof(Bf16);
     return n == 0 ? Status::Ok()
                   : new_kv_.Up(step.new_kv.subspan(first * latent, n * latent), stream_->ref());
   }
@@ -275,7 +274,7 @@ class CudaRank {
     DeviceStep to{.tokens = h.tokens,
                   .entries = h.entries,
                   .table_stride = h.table_stride,
-                  .kv_offset = h.layer * kv_shape_.layer_stride,
+                  .kv_offset = h.layer * layer_stride_,
                   .output_dtype = static_cast<DType>(h.output_dtype),
                   .lse_base = static_cast<LogBase>(h.lse_base),
                   .has_new_kv = h.has_new_kv != 0};
@@ -303,13 +302,13 @@ class CudaRank {
     const DeviceStep* const step = upload_->device_step();
     DCP_RETURN_IF_ERROR(Record(kBegin, marking));
     DCP_RETURN_IF_ERROR(entering(RankPhase::kWrite));
-    DCP_RETURN_IF_ERROR(CopyPagesOnDevice(kv_shape_, step, stream));
-    DCP_RETURN_IF_ERROR(WriteKvOnDevice(kv_shape_, new_kv_.device.as<Bf16>(), step, stream));
+    DCP_RETURN_IF_ERROR(CopyPages(kv_pool_, step, stream));
+    DCP_RETURN_IF_ERROR(WriteKv(kv_pool_, new_kv_.device.as<Bf16>(), step, stream));
     DCP_RETURN_IF_ERROR(Record(kWritten, marking));
     DCP_RETURN_IF_ERROR(entering(RankPhase::kAttend));
     DCP_RETURN_IF_ERROR(backend_->Run({.query = query_.device.as<Bf16>(),
-                                       .kv = kv_shape_.base,
-                                       .page_stride = kv_shape_.page_stride,
+                                       .kv = kv_pool_.base,
+                                       .page_stride = page_stride_,
                                        .partial = exchange_->Layout(capacity),
                                        .stream = stream,
                                        .step = step}));
@@ -394,7 +393,9 @@ class CudaRank {
   bool graphs_wanted_ = false;
   std::optional<cuda::Stream> stream_;
   cuda::DeviceBuffer kv_;
-  DeviceKv kv_shape_;
+  KvPool kv_pool_;
+  std::int64_t page_stride_ = 0;   // elements
+  std::int64_t layer_stride_ = 0;  // elements
   std::unique_ptr<AttentionBackend> backend_;
   std::optional<CudaExchange> exchange_;
   std::optional<StepUpload> upload_;
@@ -428,13 +429,13 @@ Result<std::shared_ptr<CudaRank>> CudaRank::Create(const std::shared_ptr<RankLin
   if (setup.poison_kv) {
     DCP_RETURN_IF_ERROR(cuda::FillAsync(r.kv_.data(), 0xff, kv_bytes, r.stream_->ref()));
   }
-  r.kv_shape_ = {.base = r.kv_.as<Bf16>(),
-                 .layers = c.model.layers,
-                 .blocks = c.kv.blocks,
-                 .page_tokens = c.kv.page_tokens,
-                 .d_qk = c.model.d_qk(),
-                 .page_stride = page_stride,
-                 .layer_stride = layer_stride};
+  r.kv_pool_ = {.base = r.kv_.as<Bf16>(),
+                .layers = c.model.layers,
+                .blocks = c.kv.blocks,
+                .page_tokens = c.kv.page_tokens,
+                .d_qk = c.model.d_qk()};
+  r.page_stride_ = page_stride;
+  r.layer_stride_ = layer_stride;
 
   const std::int64_t max_pages = (c.limits.max_context + c.BlockTokens() - 1) / c.BlockTokens() + 1;
   const BackendSetup backend_setup{.geometry = c.Geometry(),
