@@ -36,12 +36,13 @@ EngineConfig MakeConfig(const ClusterOptions& o) {
              .kv_lora_rank = o.kv_lora_rank,
              .rope_dim = o.rope_dim,
              .softmax_scale = 1.0 / std::sqrt(192.0)};
+  c.ranks = o.on;
   c.ranks.count = o.ranks;
   c.ranks.timeout = Millis(o.timeout_ms);
   c.kv = {.page_tokens = o.page_tokens, .interleave = o.interleave, .blocks = o.blocks};
   c.attention = {.backend = o.backend, .partial_dtype = o.partial_dtype};
   c.exchange = o.exchange;
-  c.limits.max_step_tokens = 128;
+  c.limits.max_step_tokens = o.max_step_tokens;
   c.limits.max_context = 1 << 16;
   return c;
 }
@@ -255,7 +256,9 @@ RowErrors Cluster::Check(const StepSpec& spec, const StepReply& reply) const {
 double Cluster::OutputLimit(DType output_dtype) const {
   const bool bf16_partial = config_.attention.partial_dtype == DType::kBf16;
   if (bf16_partial && config_.exchange == ExchangeKind::kAgRs) return 8e-3;
-  return bf16_partial || output_dtype == DType::kBf16 ? 4e-3 : 1e-5;
+  // Tensor cores take the softmax weights in bf16.
+  const bool bf16_weights = config_.ranks.device == RankDevice::kCuda;
+  return bf16_partial || bf16_weights || output_dtype == DType::kBf16 ? 4e-3 : 1e-5;
 }
 
 void Cluster::StepChecked(const StepSpec& spec) {

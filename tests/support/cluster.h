@@ -1,4 +1,4 @@
-// An engine with CPU ranks, sequences made of synthetic content, and the float64 truth of every
+// An engine, sequences made of synthetic content, and the float64 truth of every
 // answer. What tests of the runtime drive.
 #pragma once
 
@@ -26,6 +26,8 @@ struct ClusterOptions {
   DType partial_dtype = DType::kF32;
   std::string backend = "auto";
   int timeout_ms = 5000;
+  int max_step_tokens = 128;
+  RanksConfig on = {};  // device, devices, share_devices, graphs; the rest is not read
   EngineHooks hooks = {};
 };
 
