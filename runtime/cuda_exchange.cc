@@ -1,6 +1,7 @@
 #include "runtime/cuda_exchange.h"
 
 #include <utility>
+#include <vector>
 
 #include "kernels/merge_cuda.h"
 
@@ -50,6 +51,24 @@ PartialLayout CudaExchange::Layout(int capacity) const {
     layout.lse_group_stride = static_cast<std::int64_t>(shape_.LseBytes(capacity));
   }
   return layout;
+}
+
+Status CudaExchange::Fill(int capacity, float partial, float lse, StreamRef stream) {
+  const PartialLayout to = Layout(capacity);
+  const std::size_t items = shape_.PartialBytes(capacity) / SizeOf(shape_.partial_dtype);
+  const std::vector<float> outs(items, partial);
+  std::vector<Bf16> halves;
+  if (shape_.partial_dtype == DType::kBf16) halves.assign(items, ToBf16(partial));
+  const void* const from = halves.empty() ? static_cast<const void*>(outs.data())
+                                          : static_cast<const void*>(halves.data());
+  const std::vector<float> lses(shape_.LseBytes(capacity) / sizeof(float), lse);
+  for (int g = 0; g < shape_.ranks; ++g) {
+    DCP_RETURN_IF_ERROR(cuda::CopyAsync(to.out + g * to.out_group_stride, from,
+                                        shape_.PartialBytes(capacity), stream));
+    DCP_RETURN_IF_ERROR(cuda::CopyAsync(to.lse + g * to.lse_group_stride, lses.data(),
+                                        shape_.LseBytes(capacity), stream));
+  }
+  return cuda::Check(cudaStreamSynchronize(cuda::Raw(stream)), "cudaStreamSynchronize");
 }
 
 Status CudaExchange::Enqueue(Communicator& comm, const Args& args, const PhaseFn& entering) {

@@ -24,6 +24,9 @@ class CudaExchange {
   // Where the attention backend writes: straight into the messages.
   PartialLayout Layout(int capacity) const;
 
+  // Writes the same partial and LSE for every row of a capacity, for tests. Waits; start-up only.
+  Status Fill(int capacity, float partial, float lse, StreamRef stream);
+
   // Merged rows of this rank's heads; device memory.
   std::byte* output() const { return output_.data(); }  // [tokens, heads / ranks, d_v]
   float* lse() const { return lse_.as<float>(); }       // [tokens, heads / ranks]

@@ -6,9 +6,11 @@
 // the same order, and destroyed before the communicator whose operations they hold.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -156,10 +158,43 @@ class CudaRank {
     }
   }
 
-  Status SendEmptyStep() {
-    const AttentionStep none{.entry_begin = kNoEntries};
-    DCP_RETURN_IF_ERROR(AddPlan(none));
-    return upload_->Send(stream_->ref());
+  // One token whose partials are known: rank r says output 10 r with LSE ln(r + 1) or its like in
+  // the declared base, which makes sum(10 r (r + 1)) / sum(r + 1) = 20 (N - 1) / 3 in every place.
+  Status TestExchange(Communicator& comm, TimePoint deadline) {
+    const StreamRef stream = stream_->ref();
+    const int ranks = config_.ranks.count;
+    const LogBase base = link_->setup().backend.caps.lse_base;
+    const double natural = std::log(link_->rank() + 1.0);
+    const auto lse = static_cast<float>(base == LogBase::kE ? natural : natural * kLog2E);
+    DCP_RETURN_IF_ERROR(exchange_->Fill(1, 10.0f * static_cast<float>(link_->rank()), lse, stream));
+
+    upload_->Begin();
+    DeviceStep step{.tokens = 1, .output_dtype = DType::kF32};
+    const std::vector<std::int32_t> bounds(Size(ranks), 1);
+    DCP_ASSIGN_OR_RETURN(step.bounds, upload_->Add(std::span<const std::int32_t>(bounds)));
+    upload_->step() = step;
+    DCP_RETURN_IF_ERROR(upload_->Send(stream));
+    DCP_RETURN_IF_ERROR(exchange_->Enqueue(comm,
+                                           {.capacity = 1,
+                                            .step = upload_->device_step(),
+                                            .partial_base = base,
+                                            .deadline = deadline,
+                                            .stream = stream},
+                                           [](RankPhase) { return Status::Ok(); }));
+    const std::size_t items = Size(config_.model.heads / ranks) * Size(config_.model.kv_lora_rank);
+    DCP_RETURN_IF_ERROR(
+        cuda::CopyAsync(output_.data(), exchange_->output(), items * sizeof(float), stream));
+    DCP_RETURN_IF_ERROR(comm.Wait(deadline, stream));
+    const double want = 20.0 * (ranks - 1) / 3;
+    const float* const got = output_.as<float>();
+    const auto wrong = std::find_if(got, got + items, [want](float x) {
+      return !(std::abs(x - want) <= 8e-3 * want);  // ag_rs may reduce bf16
+    });
+    if (wrong == got + items) return Status::Ok();
+    return Status(Reason::kBackendContract,
+                  "exchange self-test on rank " + std::to_string(link_->rank()) + ": element " +
+                      std::to_string(wrong - got) + " is " + std::to_string(*wrong) +
+                      ", expected " + std::to_string(want));
   }
 
   Status Write(const StepView& view, const RankStep& step, TimePoint deadline, RankResult& result) {
@@ -382,8 +417,6 @@ class CudaRank {
       std::memcpy(to.data + i * to.stride, rows + i * to.row_bytes, Size(to.row_bytes));
     }
   }
-
-  static constexpr std::int32_t kNoEntries[1] = {0};
 
   std::shared_ptr<RankLink> link_;
   const EngineConfig& config_;
