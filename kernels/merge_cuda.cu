@@ -248,9 +248,9 @@ bool AllAligned16(int d_v, std::initializer_list<const void*> pointers,
 
 Status CheckShape(int ranks, int d_v) {
   if (ranks >= 1 && ranks <= kMaxRanks && d_v % kNarrow == 0) return Status::Ok();
-  return Status(Reason::kInternal, "merge of " + std::to_string(ranks) + " ranks with d_v = " +
-                                       std::to_string(d_v) + ": needs 1 to " +
-                                       std::to_string(kMaxRanks) + " ranks and an even d_v");
+  return Status(Reason::kInternal,
+                "merge of " + std::to_string(ranks) + " ranks with d_v = " + std::to_string(d_v) +
+                    ": needs 1 to " + std::to_string(kMaxRanks) + " ranks and an even d_v");
 }
 
 unsigned Grid(std::int64_t rows) { return static_cast<unsigned>((rows + kWarps - 1) / kWarps); }
