@@ -125,8 +125,9 @@ __device__ void GatherRow(RowSources<B>& row, const DeviceStep& step, int token,
 
 template <LogBase B>
 __device__ float WantedLse(Lse<B> merged, LogBase base) {
-  return base == LogBase::kE ? LseCast<LogBase::kE>(merged).raw
-                             : LseCast<LogBase::kTwo>(merged).raw;
+  const float lse =
+      base == LogBase::kE ? LseCast<LogBase::kE>(merged).raw : LseCast<LogBase::kTwo>(merged).raw;
+  return merge_math::Canonical(lse);  // a cast makes another NaN here than on the host
 }
 
 // Adds the block's faulty rows; every thread calls it, the lanes of a warp with the same row.
