@@ -13,6 +13,9 @@ if(DCP_CUDA)
   endforeach()
   target_compile_options(dcp_flags INTERFACE
     "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-std=c++20 -Xcompiler=-Wall,-Wextra --expt-relaxed-constexpr -Werror=all-warnings>")
+  # Kernels keep what they work on in registers: a build in which one spills fails.
+  target_compile_options(dcp_flags INTERFACE
+    "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Xptxas --warn-on-spills,--warn-on-local-memory-usage>")
 endif()
 if(DCP_SANITIZE)
   # GCC's flow analysis loses its way in instrumented code; the release build judges this warning.

@@ -1,6 +1,7 @@
-// What a step does to a rank's pages on a GPU: copies of shared blocks, new latents, and the check of
-// a replay. All pointers are device addresses aligned to 16, d_qk is a multiple of 8, grids are fixed:
-// what changes from step to step is read from `step` when the kernels run. Enqueued on `stream`.
+// What a step does to a rank's pages on a GPU: copies of shared blocks, new latents, and the check
+// of a replay. All pointers are device addresses aligned to 16, d_qk is a multiple of 8, grids are
+// fixed: what changes from step to step is read from `step` when the kernels run. Enqueued on
+// `stream`.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,8 @@ Status CopyPages(const KvPool& pool, const DeviceStep* step, StreamRef stream);
 // step->kv_offset. Nothing if not step->has_new_kv. No slot appears twice.
 Status WriteKv(const KvPool& pool, const Bf16* latents, const DeviceStep* step, StreamRef stream);
 
-// Compares what WriteKv would store with what is stored, bit by bit. *first_difference (device): the
-// smallest token index whose latent differs, -1 if none does.
+// Compares what WriteKv would store with what is stored, bit by bit. *first_difference (device):
+// the smallest token index whose latent differs, -1 if none does.
 Status CompareKv(const KvPool& pool, const Bf16* latents, const DeviceStep* step,
                  std::int32_t* first_difference, StreamRef stream);
 

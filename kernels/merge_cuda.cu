@@ -125,8 +125,9 @@ __device__ void GatherRow(RowSources<B>& row, const DeviceStep& step, int token,
 
 template <LogBase B>
 __device__ float WantedLse(Lse<B> merged, LogBase base) {
-  return base == LogBase::kE ? LseCast<LogBase::kE>(merged).raw
-                             : LseCast<LogBase::kTwo>(merged).raw;
+  const float lse =
+      base == LogBase::kE ? LseCast<LogBase::kE>(merged).raw : LseCast<LogBase::kTwo>(merged).raw;
+  return merge_math::Canonical(lse);  // a cast makes another NaN here than on the host
 }
 
 // Adds the block's faulty rows; every thread calls it, the lanes of a warp with the same row.
@@ -248,9 +249,9 @@ bool AllAligned16(int d_v, std::initializer_list<const void*> pointers,
 
 Status CheckShape(int ranks, int d_v) {
   if (ranks >= 1 && ranks <= kMaxRanks && d_v % kNarrow == 0) return Status::Ok();
-  return Status(Reason::kInternal, "merge of " + std::to_string(ranks) + " ranks with d_v = " +
-                                       std::to_string(d_v) + ": needs 1 to " +
-                                       std::to_string(kMaxRanks) + " ranks and an even d_v");
+  return Status(Reason::kInternal,
+                "merge of " + std::to_string(ranks) + " ranks with d_v = " + std::to_string(d_v) +
+                    ": needs 1 to " + std::to_string(kMaxRanks) + " ranks and an even d_v");
 }
 
 unsigned Grid(std::int64_t rows) { return static_cast<unsigned>((rows + kWarps - 1) / kWarps); }

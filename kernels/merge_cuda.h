@@ -1,10 +1,11 @@
-// merge.h on the GPU, bit for bit: the same arithmetic (merge_math.h) and the same rules about which
-// ranks are read. All pointers are device addresses; tokens, bounds, output dtype and the base of the
-// merged LSE are read from `step` when the kernels run. Rows of tokens from step->tokens on are left
-// alone. Everything is enqueued on `stream`, in grids that depend on the arguments only.
+// merge.h on the GPU, bit for bit: the same arithmetic (merge_math.h) and the same rules about
+// which ranks are read. All pointers are device addresses; tokens, bounds, output dtype and the
+// base of the merged LSE are read from `step` when the kernels run. Rows of tokens from
+// step->tokens on are left alone. Everything is enqueued on `stream`, in grids that depend on the
+// arguments only.
 //
-// d_v is even. Partials, messages, strides and outputs are aligned to 4 bytes; where all of them are
-// aligned to 16 and d_v is a multiple of 8, access is four times as wide.
+// d_v is even. Partials, messages, strides and outputs are aligned to 4 bytes; where all of them
+// are aligned to 16 and d_v is a multiple of 8, access is four times as wide.
 #pragma once
 
 #include <cstddef>
@@ -21,17 +22,18 @@ namespace dcp {
 
 // The heads that one rank owns.
 struct DeviceMergeArgs {
-  const std::byte* out = nullptr;   // rank r at + r * message_stride: [tokens, heads, d_v] bf16 | f32
+  const std::byte* out =
+      nullptr;  // rank r at + r * message_stride: [tokens, heads, d_v] bf16 | f32
   const std::byte* lse = nullptr;   // rank r at + r * message_stride: [tokens, heads] f32
   std::int64_t message_stride = 0;  // bytes
   int ranks = 0;                    // up to kMaxRanks
   int heads = 0;
   int d_v = 0;
   DType partial_dtype = DType::kBf16;
-  std::byte* output = nullptr;      // [tokens, heads, d_v] step->output_dtype
-  float* merged_lse = nullptr;      // [tokens, heads] in step->lse_base; null: not wanted
-  std::int64_t* faults = nullptr;   // the number of faulty rows is added
-  int max_tokens = 0;               // sizes the grid
+  std::byte* output = nullptr;     // [tokens, heads, d_v] step->output_dtype
+  float* merged_lse = nullptr;     // [tokens, heads] in step->lse_base; null: not wanted
+  std::int64_t* faults = nullptr;  // the number of faulty rows is added
+  int max_tokens = 0;              // sizes the grid
   const DeviceStep* step = nullptr;
 };
 template <LogBase B>

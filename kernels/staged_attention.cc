@@ -36,8 +36,8 @@ std::size_t KvItems(const AttentionArgs& args, const AttentionGeometry& geometry
 Status StagedAttention::Resize(cuda::DeviceBuffer& buffer, std::size_t bytes) {
   if (buffer.data() != nullptr && buffer.size() >= bytes) return Status::Ok();
   buffer = cuda::DeviceBuffer();
-  DCP_ASSIGN_OR_RETURN(buffer, cuda::DeviceBuffer::Create(
-                                   setup_.device, std::max(bytes, kAlign), "staged attention"));
+  DCP_ASSIGN_OR_RETURN(buffer, cuda::DeviceBuffer::Create(setup_.device, std::max(bytes, kAlign),
+                                                          "staged attention"));
   return Status::Ok();
 }
 

@@ -11,10 +11,11 @@
 
 namespace dcp {
 
-// Run takes the arguments of a host backend, plans the step, copies everything to the device, runs and
-// copies the partials back; it allocates and has finished on return. The caller's partial buffers
-// travel both ways, stride bytes for each group of heads: where the backend writes nothing, or outside
-// its rows, the caller finds the bytes that were there. `out` and `lse` are separate buffers.
+// Run takes the arguments of a host backend, plans the step, copies everything to the device, runs
+// and copies the partials back; it allocates and has finished on return. The caller's partial
+// buffers travel both ways, stride bytes for each group of heads: where the backend writes nothing,
+// or outside its rows, the caller finds the bytes that were there. `out` and `lse` are separate
+// buffers.
 class StagedAttention final : public AttentionBackend {
  public:
   // `backend` was made for `setup` and outlives this.

@@ -1,6 +1,6 @@
-// cuda_portable: mma.sync and cp.async, on every GPU from sm_80 on whose thread blocks can have enough
-// shared memory. Any page size, any number of heads, LSE in base e. Weights are rounded to bf16 before
-// they meet the values; everything is summed in f32.
+// cuda_portable: mma.sync and cp.async, on every GPU from sm_80 on whose thread blocks can have
+// enough shared memory. Any page size, any number of heads, LSE in base e. Weights are rounded to
+// bf16 before they meet the values; everything is summed in f32.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -56,13 +56,13 @@ Status CheckDevice(const cuda::DeviceInfo& device, int d_qk) {
     why = "needs compute capability 8.0 or later";
   } else if (device.shared_per_block < portable::SharedBytes(d_qk)) {
     why = "needs " + std::to_string(portable::SharedBytes(d_qk)) +
-          " bytes of shared memory per thread block for d_qk = " + std::to_string(d_qk) +
-          ", has " + std::to_string(device.shared_per_block);
+          " bytes of shared memory per thread block for d_qk = " + std::to_string(d_qk) + ", has " +
+          std::to_string(device.shared_per_block);
   } else {
     return Status::Ok();
   }
-  return Status(Reason::kUnsupported, "attention backend cuda_portable on " + device.name + " (sm_" +
-                                          std::to_string(device.major) +
+  return Status(Reason::kUnsupported, "attention backend cuda_portable on " + device.name +
+                                          " (sm_" + std::to_string(device.major) +
                                           std::to_string(device.minor) + "): " + why);
 }
 
@@ -110,8 +110,7 @@ Result<std::unique_ptr<AttentionBackend>> MakeCudaPortable(const BackendSetup& s
   params.scratch = reinterpret_cast<float*>(take(scratch));
   params.claimed = reinterpret_cast<std::int32_t*>(take(counter));
   return std::unique_ptr<AttentionBackend>(std::make_unique<CudaPortable>(
-      params, blocks, std::move(workspace),
-      Planner(g.heads, setup.max_tokens, blocks, slot_rows)));
+      params, blocks, std::move(workspace), Planner(g.heads, setup.max_tokens, blocks, slot_rows)));
 }
 
 }  // namespace dcp

@@ -1,10 +1,11 @@
-// cuda_portable on the device. One thread block of 8 warps takes items of the plan. For each tile of
-// 32 keys: warp w multiplies rows 16 (w / 2) .. by keys 16 (w % 2) .. into scores; the rows' maxima
-// and weights go through shared memory; then every warp multiplies all weights by its own columns of
-// the values (blocks of 16 columns: w, w + 8, ...), which are the first columns of the same keys.
+// cuda_portable on the device. One thread block of 8 warps takes items of the plan. For each tile
+// of 32 keys: warp w multiplies rows 16 (w / 2) .. by keys 16 (w % 2) .. into scores; the rows'
+// maxima and weights go through shared memory; then every warp multiplies all weights by its own
+// columns of the values (blocks of 16 columns: w, w + 8, ...), which are the first columns of the
+// same keys.
 //
-// Nothing in a row's arithmetic depends on other rows: keys that it does not see have weight 0, a tile
-// of such keys leaves its state as it is, bit by bit, and so does a chunk of them.
+// Nothing in a row's arithmetic depends on other rows: keys that it does not see have weight 0, a
+// tile of such keys leaves its state as it is, bit by bit, and so does a chunk of them.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -23,7 +24,8 @@ using device::Blocks4;
 
 constexpr int kWarps = kThreads / 32;
 constexpr int kKeysPerWarp = kTileKeys / kWarps;  // that a warp loads
-constexpr int kColumnBlocks = 4;                  // of 16 columns, per warp: d_v up to 512
+constexpr int kRowTiles = kTileRows / 16;
+constexpr int kColumnBlocks = 4;  // of 16 columns, per warp: d_v up to 512
 // Rows in shared memory are 16 bytes longer than a multiple of 32, so that the eight rows of an 8x8
 // block lie in different banks.
 constexpr int kPad = 8;
@@ -32,7 +34,9 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kCombineThreads = 128;
 constexpr int kCombineBlocksPerBlock = 8;  // combining blocks for each block of the first kernel
 
-struct RowState {
+// At the start of shared memory; then come the query rows, two tiles of keys and the weights.
+struct alignas(16) BlockState {
+  PlanItem item;
   float half[2][kTileRows];  // over one half of the tile's keys: maxima, at the end of a chunk sums
   float rescale[kTileRows];  // of what was summed before this tile
   float max[kTileRows];      // of the chunk
@@ -42,8 +46,15 @@ struct RowState {
   float take[kTileRows];  // factor of this chunk
   std::int32_t bound[kTileRows];
   std::int32_t not_finite[kTileKeys];  // valid in tiles that not all rows see alike
-  std::int32_t next_item;
+  std::int32_t next_item;              // its index
 };
+
+// Functions and not members of a worker: constant addresses take no registers.
+__device__ __forceinline__ std::byte* Shared() {
+  extern __shared__ __align__(16) std::byte shared[];
+  return shared;
+}
+__device__ __forceinline__ BlockState& State() { return *reinterpret_cast<BlockState*>(Shared()); }
 
 __host__ __device__ constexpr int Stride(int d_qk) { return d_qk + kPad; }
 __host__ __device__ constexpr int QueryBytes(int d_qk) { return kTileRows * Stride(d_qk) * 2; }
@@ -56,8 +67,8 @@ struct Fold {
   float take;
 };
 
-// How the sums up to here and those of the next chunk become one. A chunk with no weight (-inf) keeps
-// everything as it is.
+// How the sums up to here and those of the next chunk become one. A chunk with no weight (-inf)
+// keeps everything as it is.
 __device__ Fold FoldMaxima(float folded, float next) {
   const float max = fmaxf(folded, next);
   const float reference = max == -INFINITY ? 0.0f : max;
@@ -115,31 +126,26 @@ struct Dims {
   static __device__ int V(const Params& p) { return kDv != 0 ? kDv : p.d_v; }
 };
 
-// One item of up to 16 * kRowTiles rows.
-template <class D, int kRowTiles>
+// One item: that in shared memory.
+template <class D>
 class Worker {
  public:
-  __device__ Worker(const Params& params, const DeviceStep& step, const PlanItem& item,
-                    std::byte* shared, RowState& rows)
+  __device__ Worker(const Params& params, const DeviceStep& step)
       : p_(params),
-        item_(item),
-        rows_(rows),
-        shared_(device::SharedAddress(shared)),
-        key_data_(shared + QueryBytes(D::Qk(params))),
-        table_(step.block_table + std::int64_t{item.entry} * step.table_stride),
+        table_(step.block_table + std::int64_t{item().entry} * step.table_stride),
         kv_(params.kv + step.kv_offset),
         warp_(static_cast<int>(threadIdx.x) / 32),
         lane_(static_cast<int>(threadIdx.x) % 32) {
-    const std::int32_t* const bounds = Bounds(step);
     const int row = static_cast<int>(threadIdx.x);
     if (row < kTileRows) {
-      rows.bound[row] = row < item.rows ? bounds[(item.first_row + row) / params.heads] : 0;
+      State().bound[row] =
+          row < item().rows ? Bounds(step)[(item().first_row + row) / params.heads] : 0;
     }
   }
 
   // Ends without a barrier: other threads may still read shared memory.
   __device__ void Run() {
-    if (item_.key_end > item_.key_begin) {
+    if (item().key_end > 0) {
       AllChunks();
     } else {
       __syncthreads();  // for the bounds
@@ -149,47 +155,57 @@ class Worker {
   }
 
  private:
+  __device__ static const PlanItem& item() { return State().item; }
   __device__ int d_qk() const { return D::Qk(p_); }
   __device__ int d_v() const { return D::V(p_); }
   __device__ int g() const { return lane_ / 4; }
   __device__ int t() const { return lane_ % 4; }
   __device__ int score_row() const { return warp_ / 2 * 16; }  // first of the warp's rows of scores
   __device__ int score_key() const { return warp_ % 2 * 16; }  // and first key
-  __device__ bool scores() const { return score_row() < kRowTiles * 16; }
+  __device__ bool scores() const { return score_row() < item().rows; }
   __device__ int Column(int j) const { return (warp_ + kWarps * j) * 16; }
+  __device__ static std::uint32_t query() {
+    return device::SharedAddress(Shared()) + static_cast<std::uint32_t>(sizeof(BlockState));
+  }
   __device__ std::uint32_t keys(int buffer) const {
-    return shared_ + QueryBytes(d_qk()) + buffer * KeyBytes(d_qk());
+    return query() + QueryBytes(d_qk()) + buffer * KeyBytes(d_qk());
   }
   __device__ std::uint32_t weights() const { return keys(2); }
 
   __device__ void AllChunks() {
     LoadQuery();
-    LoadKeys(item_.key_begin, 0, TablePage(item_.key_begin));
+    LoadKeys(item().key_begin, 0, TablePage(item().key_begin));
     device::CommitCopies();
-    std::int32_t page = TablePage(item_.key_begin + kTileKeys);
-    std::int32_t chunk_end = ChunkEnd(item_.key_begin);
+    std::int32_t page = TablePage(item().key_begin + kTileKeys);
+    std::int32_t chunk_end = ChunkEnd(item().key_begin);
     bool first_chunk = true;
     int buffer = 0;
     ClearSums();
-    for (std::int32_t key = item_.key_begin; key < item_.key_end; key += kTileKeys) {
+    for (std::int32_t key = item().key_begin; key < item().key_end; key += kTileKeys) {
       const std::int32_t next = key + kTileKeys;
       device::WaitCopies<0>();
       __syncthreads();  // the tile has landed; nobody reads the other buffer and the weights
-      if (next < item_.key_end) {
+      if (next < item().key_end) {
         LoadKeys(next, buffer ^ 1, page);
         page = TablePage(next + kTileKeys);
       }
       device::CommitCopies();
       // Where rows see different keys of the tile, a value that is not finite would reach rows that
       // give it weight 0.
-      const bool cut = item_.min_bound < min(next, item_.key_end);
+      const bool cut = item().min_bound < min(next, item().key_end);
       if (cut) {
         TakeOutNotFinite(buffer);
         __syncthreads();
       }
       Weigh(buffer, key, cut);
-      AddValues(buffer);
-      const bool last = next >= item_.key_end;
+      if (item().rows <= 16) {
+        AddValues<1>(buffer);
+      } else if (item().rows <= 32) {
+        AddValues<2>(buffer);
+      } else {
+        AddValues<kRowTiles>(buffer);
+      }
+      const bool last = next >= item().key_end;
       if (last || next == chunk_end) {
         FoldChunk(first_chunk, last);
         first_chunk = false;
@@ -201,11 +217,12 @@ class Worker {
   }
 
   __device__ void LoadQuery() const {
-    const Bf16* const from = p_.query + std::int64_t{item_.first_row} * d_qk();
-    for (int row = warp_; row < kRowTiles * 16; row += kWarps) {
-      const bool valid = row < item_.rows;
+    const Bf16* const from = p_.query + std::int64_t{item().first_row} * d_qk();
+#pragma unroll 1
+    for (int row = warp_; row < kTileRows; row += kWarps) {
+      const bool valid = row < item().rows;
       for (int i = lane_; i < d_qk() / 8; i += 32) {
-        device::CopyAsync16(shared_ + (row * Stride(d_qk()) + i * 8) * 2,
+        device::CopyAsync16(query() + (row * Stride(d_qk()) + i * 8) * 2,
                             valid ? from + std::int64_t{row} * d_qk() + i * 8 : p_.query, valid);
       }
     }
@@ -217,7 +234,7 @@ class Worker {
   }
   __device__ std::int32_t TablePage(std::int32_t key) const {
     const std::int32_t own = OwnKey(key);
-    return own < item_.key_end ? table_[own / p_.page_tokens] : 0;
+    return own < item().key_end ? table_[own / p_.page_tokens] : 0;
   }
 
   // Keys from the item's end on become zeros; their pages are not read.
@@ -225,10 +242,11 @@ class Worker {
     const std::int32_t own = OwnKey(key);
     const std::int64_t own_offset =
         page * p_.page_stride + std::int64_t{own % p_.page_tokens} * d_qk();
+#pragma unroll 1
     for (int i = 0; i < kKeysPerWarp; ++i) {
       const std::int64_t offset = __shfl_sync(kAllLanes, own_offset, i);
       const int row = warp_ * kKeysPerWarp + i;
-      const bool valid = key + row < item_.key_end;
+      const bool valid = key + row < item().key_end;
       const Bf16* const from = valid ? kv_ + offset : p_.kv;
       for (int j = lane_; j < d_qk() / 8; j += 32) {
         device::CopyAsync16(keys(buffer) + (row * Stride(d_qk()) + j * 8) * 2, from + j * 8, valid);
@@ -254,12 +272,15 @@ class Worker {
 
   // Zeroes value elements that are not finite and notes their keys.
   __device__ void TakeOutNotFinite(int buffer) {
+#pragma unroll 1
     for (int i = 0; i < kKeysPerWarp; ++i) {
       const int row = warp_ * kKeysPerWarp + i;
       bool found = false;
+#pragma unroll 1
       for (int j = lane_; j < d_v() / 2; j += 32) {
         auto* const pair = reinterpret_cast<std::uint32_t*>(
-            key_data_ + buffer * KeyBytes(d_qk()) + (row * Stride(d_qk()) + j * 2) * 2);
+            Shared() + sizeof(BlockState) + QueryBytes(d_qk()) + buffer * KeyBytes(d_qk()) +
+            (row * Stride(d_qk()) + j * 2) * 2);
         const std::uint32_t bits = *pair;
         std::uint32_t kept = bits;
         if ((bits & 0x7f80u) == 0x7f80u) kept &= 0xffff0000u;
@@ -270,22 +291,21 @@ class Worker {
         }
       }
       found = __any_sync(kAllLanes, found);
-      if (lane_ == 0) rows_.not_finite[row] = found;
+      if (lane_ == 0) State().not_finite[row] = found;
     }
   }
 
-  // Scores of the warp's 16 rows and 16 keys: s[n][c] at key 8n + 2t + c % 2, row g + c / 2 * 8. Even
-  // and odd steps are summed apart: twice as many products in flight.
+  // Scores of the warp's 16 rows and 16 keys: s[n][c] at key 8n + 2t + c % 2, row g + c / 2 * 8.
+  // Even and odd steps are summed apart: twice as many products in flight.
   __device__ void Score(int buffer, float (&s)[2][4]) const {
     const int stride = Stride(d_qk());
-    const std::uint32_t q =
-        shared_ + ((score_row() + lane_ % 16) * stride + lane_ / 16 * 8) * 2;
+    const std::uint32_t q = query() + ((score_row() + lane_ % 16) * stride + lane_ / 16 * 8) * 2;
     const std::uint32_t k =
         keys(buffer) +
         ((score_key() + lane_ % 8 + lane_ / 16 * 8) * stride + lane_ / 8 % 2 * 8) * 2;
     float odd[2][4] = {};
     const int steps = d_qk() / 16;
-#pragma unroll 6
+#pragma unroll 3
     for (int i = 0; i < steps / 2; ++i) {
       const Blocks4 q0 = device::LoadBlocks(q + i * 64);
       const Blocks4 k0 = device::LoadBlocks(k + i * 64);
@@ -317,7 +337,7 @@ class Worker {
 #pragma unroll
       for (int hi = 0; hi < 2; ++hi) {
         const int row = score_row() + g() + hi * 8;
-        const std::int32_t bound = rows_.bound[row];
+        const std::int32_t bound = State().bound[row];
         float top = -INFINITY;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -325,7 +345,7 @@ class Worker {
           for (int c = 0; c < 2; ++c) {
             const int in_tile = score_key() + n * 8 + t() * 2 + c;
             float x = __fmul_rn(s[n][hi * 2 + c], p_.scale_log2);
-            if (cut && rows_.not_finite[in_tile] != 0) x = NAN;
+            if (cut && State().not_finite[in_tile] != 0) x = NAN;
             if (key + in_tile >= bound) x = -INFINITY;
             s[n][hi * 2 + c] = x;
             top = fmaxf(top, x);  // ignores NaN, whose weight is NaN whatever the maximum
@@ -333,7 +353,7 @@ class Worker {
         }
         top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
-        if (t() == 0) rows_.half[warp_ % 2][row] = top;
+        if (t() == 0) State().half[warp_ % 2][row] = top;
       }
     }
     __syncthreads();
@@ -341,7 +361,7 @@ class Worker {
 #pragma unroll
       for (int hi = 0; hi < 2; ++hi) {
         const int row = score_row() + g() + hi * 8;
-        const float top = fmaxf(max_[hi], fmaxf(rows_.half[0][row], rows_.half[1][row]));
+        const float top = fmaxf(max_[hi], fmaxf(State().half[0][row], State().half[1][row]));
         const float reference = top == -INFINITY ? 0.0f : top;
         const float rescale = top == max_[hi] ? 1.0f : exp2f(max_[hi] - top);
         max_[hi] = top;
@@ -357,17 +377,18 @@ class Worker {
                        : "memory");
         }
         sum_[hi] = __fmaf_rn(sum_[hi], rescale, sum);
-        if (t() == 0 && warp_ % 2 == 0) rows_.rescale[row] = rescale;
+        if (t() == 0 && warp_ % 2 == 0) State().rescale[row] = rescale;
       }
     }
     __syncthreads();
   }
 
+  template <int kTiles>
   __device__ void Rescale() {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      const float low = rows_.rescale[i * 16 + g()];
-      const float high = rows_.rescale[i * 16 + g() + 8];
+    for (int i = 0; i < kTiles; ++i) {
+      const float low = State().rescale[i * 16 + g()];
+      const float high = State().rescale[i * 16 + g() + 8];
       if (!__any_sync(kAllLanes, low != 1.0f || high != 1.0f)) continue;
 #pragma unroll
       for (int j = 0; j < kColumnBlocks; ++j) {
@@ -382,24 +403,26 @@ class Worker {
     }
   }
 
+  // For the first kTiles tiles of 16 rows.
+  template <int kTiles>
   __device__ void AddValues(int buffer) {
-    Rescale();
+    Rescale<kTiles>();
     const std::uint32_t p = weights() + (lane_ % 16 * kWeightStride + lane_ / 16 * 8) * 2;
     const std::uint32_t v = keys(buffer) + (lane_ % 16 * Stride(d_qk()) + lane_ / 16 * 8) * 2;
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
-      Blocks4 w[kRowTiles];
+      Blocks4 w[kTiles];
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      for (int i = 0; i < kTiles; ++i) {
         w[i] = device::LoadBlocks(p + (i * 16 * kWeightStride + step * 16) * 2);
       }
 #pragma unroll
       for (int j = 0; j < kColumnBlocks; ++j) {
         if (Column(j) >= d_v()) continue;
-        const Blocks4 x = device::LoadBlocksTransposed(
-            v + (step * 16 * Stride(d_qk()) + Column(j)) * 2);
+        const Blocks4 x =
+            device::LoadBlocksTransposed(v + (step * 16 * Stride(d_qk()) + Column(j)) * 2);
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
+        for (int i = 0; i < kTiles; ++i) {
           device::MultiplyAdd(acc_[i][j][0], w[i], x.r[0], x.r[1]);
           device::MultiplyAdd(acc_[i][j][1], w[i], x.r[2], x.r[3]);
         }
@@ -407,8 +430,8 @@ class Worker {
     }
   }
 
-  // The chunk is complete: folds it into those before it and starts the next, or, after the last one,
-  // leaves the result in the registers and in folded_max, folded_sum.
+  // The chunk is complete: folds it into those before it and starts the next, or, after the last
+  // one, leaves the result in the registers and in folded_max, folded_sum.
   __device__ void FoldChunk(bool first, bool last) {
     if (scores()) {
 #pragma unroll
@@ -418,24 +441,24 @@ class Worker {
         sum += __shfl_xor_sync(kAllLanes, sum, 1);
         sum += __shfl_xor_sync(kAllLanes, sum, 2);
         if (t() == 0) {
-          rows_.half[warp_ % 2][row] = sum;
-          if (warp_ % 2 == 0) rows_.max[row] = max_[hi];
+          State().half[warp_ % 2][row] = sum;
+          if (warp_ % 2 == 0) State().max[row] = max_[hi];
         }
       }
     }
     __syncthreads();
     const int row = static_cast<int>(threadIdx.x);
-    if (row < kRowTiles * 16) {
-      const float sum = rows_.half[0][row] + rows_.half[1][row];
+    if (row < item().rows) {
+      const float sum = State().half[0][row] + State().half[1][row];
       if (first) {
-        rows_.folded_max[row] = rows_.max[row];
-        rows_.folded_sum[row] = sum;
+        State().folded_max[row] = State().max[row];
+        State().folded_sum[row] = sum;
       } else {
-        const Fold fold = FoldMaxima(rows_.folded_max[row], rows_.max[row]);
-        rows_.folded_max[row] = fold.max;
-        rows_.folded_sum[row] = FoldValues(rows_.folded_sum[row], sum, fold);
-        rows_.keep[row] = fold.keep;
-        rows_.take[row] = fold.take;
+        const Fold fold = FoldMaxima(State().folded_max[row], State().max[row]);
+        State().folded_max[row] = fold.max;
+        State().folded_sum[row] = FoldValues(State().folded_sum[row], sum, fold);
+        State().keep[row] = fold.keep;
+        State().take[row] = fold.take;
       }
     }
     __syncthreads();
@@ -457,11 +480,11 @@ class Worker {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       const int row = i * 16 + g();
-      const Fold low{0, rows_.keep[row], rows_.take[row]};
-      const Fold high{0, rows_.keep[row + 8], rows_.take[row + 8]};
+      const Fold low{0, State().keep[row], State().take[row]};
+      const Fold high{0, State().keep[row + 8], State().take[row + 8]};
 #pragma unroll
       for (int j = 0; j < kColumnBlocks; ++j) {
-        if (Column(j) >= d_v()) continue;
+        if (Column(j) >= d_v() || i * 16 >= item().rows) continue;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           const float4 folded = *Scratch(i, j, n);
@@ -480,7 +503,7 @@ class Worker {
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int j = 0; j < kColumnBlocks; ++j) {
-        if (Column(j) >= d_v()) continue;
+        if (Column(j) >= d_v() || i * 16 >= item().rows) continue;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           const float(&acc)[4] = acc_[i][j][n];
@@ -490,21 +513,21 @@ class Worker {
     }
   }
 
-  __device__ void Emit() const { item_.slot_row < 0 ? EmitRows() : EmitSlots(); }
+  __device__ void Emit() const { item().slot_row < 0 ? EmitRows() : EmitSlots(); }
 
   __device__ void EmitSlots() const {
     const int own_row = static_cast<int>(threadIdx.x);
-    if (own_row < item_.rows) {
-      p_.slot_max[item_.slot_row + own_row] = rows_.folded_max[own_row];
-      p_.slot_sum[item_.slot_row + own_row] = rows_.folded_sum[own_row];
+    if (own_row < item().rows) {
+      p_.slot_max[item().slot_row + own_row] = State().folded_max[own_row];
+      p_.slot_sum[item().slot_row + own_row] = State().folded_sum[own_row];
     }
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int hi = 0; hi < 2; ++hi) {
         const int row = i * 16 + g() + hi * 8;
-        if (row >= item_.rows) continue;
-        float* const to = p_.slots + std::int64_t{item_.slot_row + row} * d_v() + t() * 2;
+        if (row >= item().rows) continue;
+        float* const to = p_.slots + std::int64_t{item().slot_row + row} * d_v() + t() * 2;
 #pragma unroll
         for (int j = 0; j < kColumnBlocks; ++j) {
           if (Column(j) >= d_v()) continue;
@@ -520,10 +543,10 @@ class Worker {
 
   __device__ void EmitRows() const {
     const int own_row = static_cast<int>(threadIdx.x);
-    if (own_row < item_.rows) {
-      *Target(p_, item_.first_row + own_row).lse =
-          rows_.bound[own_row] > 0
-              ? NaturalLse(rows_.folded_max[own_row], rows_.folded_sum[own_row])
+    if (own_row < item().rows) {
+      *Target(p_, item().first_row + own_row).lse =
+          State().bound[own_row] > 0
+              ? NaturalLse(State().folded_max[own_row], State().folded_sum[own_row])
               : -INFINITY;
     }
 #pragma unroll
@@ -531,10 +554,10 @@ class Worker {
 #pragma unroll
       for (int hi = 0; hi < 2; ++hi) {
         const int row = i * 16 + g() + hi * 8;
-        if (row >= item_.rows) continue;
-        std::byte* const to = Target(p_, item_.first_row + row).out;
-        const bool empty = rows_.bound[row] == 0;
-        const float inverse = empty ? 0.0f : __fdiv_rn(1.0f, rows_.folded_sum[row]);
+        if (row >= item().rows) continue;
+        std::byte* const to = Target(p_, item().first_row + row).out;
+        const bool empty = State().bound[row] == 0;
+        const float inverse = empty ? 0.0f : __fdiv_rn(1.0f, State().folded_sum[row]);
 #pragma unroll
         for (int j = 0; j < kColumnBlocks; ++j) {
           if (Column(j) >= d_v()) continue;
@@ -551,15 +574,12 @@ class Worker {
   }
 
   const Params& p_;
-  const PlanItem& item_;
-  RowState& rows_;
-  const std::uint32_t shared_;
-  std::byte* const key_data_;
   const std::int32_t* const table_;
   const Bf16* const kv_;
   const int warp_;
   const int lane_;
-  float acc_[kRowTiles][kColumnBlocks][2][4];  // row 16i + g + c / 2 * 8, col Column(j) + 8n + 2t + c % 2
+  float acc_[kRowTiles][kColumnBlocks][2]
+            [4];  // row 16i + g + c / 2 * 8, col Column(j) + 8n + 2t + c % 2
   float max_[2];  // of the chunk so far, rows g and g + 8 of the warp's scores
   float sum_[2];  // this thread's part
 };
@@ -567,71 +587,84 @@ class Worker {
 template <int kDqk, int kDv>
 __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Params p) {
   using D = Dims<kDqk, kDv>;
-  extern __shared__ __align__(16) std::byte shared[];
-  RowState& rows = *reinterpret_cast<RowState*>(shared + QueryBytes(D::Qk(p)) +
-                                                2 * KeyBytes(D::Qk(p)) + kWeightBytes);
   const DeviceStep& step = *p.step;
   const PlanHeader& plan = Plan(step);
   const auto* const items = reinterpret_cast<const PlanItem*>(step.plan + plan.items_offset);
   int index = static_cast<int>(blockIdx.x);
-  while (index < plan.items) {
+  if (index >= plan.items) return;
+  if (threadIdx.x == 0) State().item = items[index];
+  __syncthreads();
+  while (true) {
     int next = 0;
     if (threadIdx.x == 0) next = static_cast<int>(gridDim.x) + atomicAdd(p.claimed, 1);
-    const PlanItem item = items[index];
-    if (item.rows <= 16) {
-      Worker<D, 1>(p, step, item, shared, rows).Run();
-    } else if (item.rows <= 32) {
-      Worker<D, 2>(p, step, item, shared, rows).Run();
-    } else {
-      Worker<D, 4>(p, step, item, shared, rows).Run();
+    Worker<D>(p, step).Run();
+    __syncthreads();  // nobody reads this item's shared memory any more
+    if (threadIdx.x == 0) {
+      State().next_item = next;
+      if (next < plan.items) State().item = items[next];
     }
-    if (threadIdx.x == 0) rows.next_item = next;
-    __syncthreads();  // also: nobody reads this item's shared memory any more
-    index = rows.next_item;
+    __syncthreads();
+    if (State().next_item >= plan.items) return;
   }
+}
+
+// Folds four columns of the slots of a split tile's row.
+struct FoldedRow {
+  float max;
+  float sum;
+  float4 values;
+};
+__device__ FoldedRow FoldSlots(const Params& p, const PlanGroup& group, int row, int column) {
+  std::int64_t slot = group.slot_row + row;
+  const float* values = p.slots + slot * p.d_v + column;
+  const std::int64_t stride = std::int64_t{group.rows} * p.d_v;
+  FoldedRow folded{p.slot_max[slot], p.slot_sum[slot], *reinterpret_cast<const float4*>(values)};
+#pragma unroll 4
+  for (int i = 1; i < group.items; ++i) {
+    slot += group.rows;
+    values += stride;
+    const float4 next = *reinterpret_cast<const float4*>(values);
+    const Fold fold = FoldMaxima(folded.max, p.slot_max[slot]);
+    folded.max = fold.max;
+    folded.sum = FoldValues(folded.sum, p.slot_sum[slot], fold);
+    folded.values.x = FoldValues(folded.values.x, next.x, fold);
+    folded.values.y = FoldValues(folded.values.y, next.y, fold);
+    folded.values.z = FoldValues(folded.values.z, next.z, fold);
+    folded.values.w = FoldValues(folded.values.w, next.w, fold);
+  }
+  return folded;
 }
 
 // A thread block for each row of a split tile, in turn; four columns for each thread.
 __global__ void __launch_bounds__(kCombineThreads) CombineKernel(const Params p) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.claimed = 0;
+  const int column = static_cast<int>(threadIdx.x) * 4;
+  if (column >= p.d_v) return;
   const DeviceStep& step = *p.step;
   const PlanHeader& plan = Plan(step);
   const auto* const groups = reinterpret_cast<const PlanGroup*>(step.plan + plan.groups_offset);
   const int units = plan.groups * kTileRows;
   for (int unit = static_cast<int>(blockIdx.x); unit < units; unit += static_cast<int>(gridDim.x)) {
     const PlanGroup group = groups[unit / kTileRows];
-    if (unit % kTileRows >= group.rows) continue;
-    const int row = group.first_row + unit % kTileRows;
-    const RowTarget target = Target(p, row);
-    const bool empty = Bounds(step)[row / p.heads] == 0;
-    const std::int64_t first_slot = group.slot_row + unit % kTileRows;
-    for (int column = static_cast<int>(threadIdx.x) * 4; column < p.d_v;
-         column += kCombineThreads * 4) {
-      float max = p.slot_max[first_slot];
-      float sum = p.slot_sum[first_slot];
-      float4 acc = *reinterpret_cast<const float4*>(p.slots + first_slot * p.d_v + column);
-#pragma unroll 4
-      for (int i = 1; i < group.items; ++i) {
-        const std::int64_t slot = first_slot + std::int64_t{i} * group.rows;
-        const float4 next = *reinterpret_cast<const float4*>(p.slots + slot * p.d_v + column);
-        const Fold fold = FoldMaxima(max, p.slot_max[slot]);
-        max = fold.max;
-        sum = FoldValues(sum, p.slot_sum[slot], fold);
-        acc.x = FoldValues(acc.x, next.x, fold);
-        acc.y = FoldValues(acc.y, next.y, fold);
-        acc.z = FoldValues(acc.z, next.z, fold);
-        acc.w = FoldValues(acc.w, next.w, fold);
-      }
-      const float inverse = empty ? 0.0f : __fdiv_rn(1.0f, sum);
-      if (empty) acc = make_float4(0, 0, 0, 0);
-      StorePair(target.out, column, Normalized(acc.x, inverse), Normalized(acc.y, inverse),
-                p.partial_dtype);
-      StorePair(target.out, column + 2, Normalized(acc.z, inverse), Normalized(acc.w, inverse),
-                p.partial_dtype);
-      if (column == 0) *target.lse = empty ? -INFINITY : NaturalLse(max, sum);
+    const int row = unit % kTileRows;
+    if (row >= group.rows) continue;
+    const RowTarget target = Target(p, group.first_row + row);
+    if (Bounds(step)[(group.first_row + row) / p.heads] == 0) {
+      StorePair(target.out, column, 0, 0, p.partial_dtype);
+      StorePair(target.out, column + 2, 0, 0, p.partial_dtype);
+      if (column == 0) *target.lse = -INFINITY;
+      continue;
     }
+    const FoldedRow folded = FoldSlots(p, group, row, column);
+    const float inverse = __fdiv_rn(1.0f, folded.sum);
+    StorePair(target.out, column, Normalized(folded.values.x, inverse),
+              Normalized(folded.values.y, inverse), p.partial_dtype);
+    StorePair(target.out, column + 2, Normalized(folded.values.z, inverse),
+              Normalized(folded.values.w, inverse), p.partial_dtype);
+    if (column == 0) *target.lse = NaturalLse(folded.max, folded.sum);
   }
 }
+static_assert(kCombineThreads * 4 >= kColumnBlocks * kWarps * 16);
 
 // The kernel for these dims: known when compiling for those of DeepSeek and Kimi.
 auto* KernelFor(int d_qk, int d_v) {
@@ -642,7 +675,7 @@ auto* KernelFor(int d_qk, int d_v) {
 
 std::size_t SharedBytes(int d_qk) {
   return static_cast<std::size_t>(QueryBytes(d_qk) + 2 * KeyBytes(d_qk) + kWeightBytes) +
-         sizeof(RowState);
+         sizeof(BlockState);
 }
 
 Status Prepare(int d_qk, int d_v) {

@@ -41,8 +41,8 @@ std::size_t SharedBytes(int d_qk);
 // Lets the kernels use that much shared memory on the current device; before the first launch.
 Status Prepare(int d_qk, int d_v);
 
-// Enqueues both kernels. `blocks` is fixed by the device; it must not be larger than what runs at once
-// only for speed.
+// Enqueues both kernels. `blocks` is fixed by the device; it must not be larger than what runs at
+// once only for speed.
 Status Launch(const Params& params, int blocks, StreamRef stream);
 
 }  // namespace dcp::portable

@@ -7,8 +7,8 @@
 namespace dcp::portable {
 namespace {
 
-// Later chunks that may become items of their own, per thread block: enough to balance any batch, and
-// a bound on the size of plans.
+// Later chunks that may become items of their own, per thread block: enough to balance any batch,
+// and a bound on the size of plans.
 constexpr int kTailsPerBlock = 32;
 // A tile that is this much longer than a block's share of the step is still not worth splitting.
 constexpr int kSlackOfShare = 8;

@@ -1,11 +1,11 @@
 // Who computes what in a step of cuda_portable: plain data, made on the host, read by the kernels.
 //
-// The rows (token, head) of an entry form tiles of up to kTileRows; the keys form chunks whose borders
-// depend on nothing but the key index. A row's result is by definition the fold, in order, of its
-// chunks' results, so it has the same bits however chunks were shared out. An item is a range of
-// chunks of one tile for one thread block: the first chunks of a tile, folded by the block itself, or
-// one later chunk. A tile that is not one item leaves its items' results in slots, one slot row for
-// each of its rows and items, and the second kernel folds them.
+// The rows (token, head) of an entry form tiles of up to kTileRows; the keys form chunks whose
+// borders depend on nothing but the key index. A row's result is by definition the fold, in order,
+// of its chunks' results, so it has the same bits however chunks were shared out. An item is a
+// range of chunks of one tile for one thread block: the first chunks of a tile, folded by the block
+// itself, or one later chunk. A tile that is not one item leaves its items' results in slots, one
+// slot row for each of its rows and items, and the second kernel folds them.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,9 @@ inline constexpr int kTileRows = 64;
 inline constexpr int kTileKeys = 32;  // keys in shared memory at a time; divides every chunk
 inline constexpr int kMinChunkKeys = 256;
 
-// The chunk that begins at `begin` (a chunk border) ends here. 256 keys up to 16 k, then doubling with
-// the position: a chunk is a small part of all keys before it, and a million keys are 256 chunks.
+// The chunk that begins at `begin` (a chunk border) ends here. 256 keys up to 16 k, then doubling
+// with the position: a chunk is a small part of all keys before it, and a million keys are 256
+// chunks.
 DCP_HD constexpr std::int32_t ChunkEnd(std::int32_t begin) {
   std::int32_t keys = kMinChunkKeys;
   while (keys <= begin / 64) keys *= 2;
@@ -99,7 +100,8 @@ class Planner {
   std::vector<Split> splits_;  // of groups_
 };
 
-// Slot rows worth having for steps of up to max_tokens * heads rows and max_keys keys, within `bytes`.
+// Slot rows worth having for steps of up to max_tokens * heads rows and max_keys keys, within
+// `bytes`.
 std::int64_t SlotRows(std::int64_t rows, std::int64_t max_keys, int d_v, std::size_t bytes);
 
 }  // namespace dcp::portable

@@ -5,8 +5,8 @@
 
 namespace dcp::device {
 
-// Starts a copy of 16 bytes; both addresses are multiples of 16. If not `valid`, writes zeros and does
-// not read `from`, which must still be some global address.
+// Starts a copy of 16 bytes; both addresses are multiples of 16. If not `valid`, writes zeros and
+// does not read `from`, which must still be some global address.
 __device__ __forceinline__ void CopyAsync16(std::uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
                "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)

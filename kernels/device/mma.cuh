@@ -1,5 +1,6 @@
-// Tensor-core building blocks of the kernels: 8x8 blocks of 16-bit elements out of shared memory, and
-// products of 16 x 16 by 16 x 8 tiles. In all of them lane l of a warp has g = l / 4 and t = l % 4.
+// Tensor-core building blocks of the kernels: 8x8 blocks of 16-bit elements out of shared memory,
+// and products of 16 x 16 by 16 x 8 tiles. In all of them lane l of a warp has g = l / 4 and t = l
+// % 4.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +17,8 @@ __device__ __forceinline__ std::uint32_t SharedAddress(const void* shared) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Loads four 8x8 blocks. Lanes 8i to 8i + 7 pass the addresses (16-byte aligned) of the eight rows of
-// block i. Lane l gets elements (g, 2t) and (g, 2t + 1) of each block.
+// Loads four 8x8 blocks. Lanes 8i to 8i + 7 pass the addresses (16-byte aligned) of the eight rows
+// of block i. Lane l gets elements (g, 2t) and (g, 2t + 1) of each block.
 __device__ __forceinline__ Blocks4 LoadBlocks(std::uint32_t row) {
   Blocks4 b;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -4,6 +4,7 @@
 
 #include <catch2/catch.hpp>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -16,16 +17,22 @@ struct Dims {
   int d_v;
 };
 
-// Calls f(entry) for every host line of the table that can serve these dims.
+// What a program checks; defined by one of host_backends.cc and cuda_backends.cc, which it links.
+std::span<const BackendEntry> BackendsUnderTest();
+
+// Calls f(entry) for each of them that can serve these dims.
 template <class F>
 void ForEachBackend(Dims dims, F f) {
-  for (const BackendEntry& entry : Backends()) {
+  int served = 0;
+  for (const BackendEntry& entry : BackendsUnderTest()) {
     const AttentionGeometry geometry{
         .heads = 1, .d_qk = dims.d_qk, .d_v = dims.d_v, .page_tokens = 1, .softmax_scale = 1};
-    if (!Supports(entry, geometry, Arch::kHost).ok()) continue;
+    if (!Supports(entry, geometry, entry.caps.arch).ok()) continue;
     INFO("backend " << entry.name << ", dims " << dims.d_qk << "/" << dims.d_v);
     f(entry);
+    ++served;
   }
+  REQUIRE(served > 0);
 }
 
 // Tokens of each entry, and how many local keys each of them sees.
@@ -93,11 +100,13 @@ struct Partial {
 
 AttentionGeometry GeometryOf(const AttentionProblem& problem, const RunOptions& options);
 
-// Unused slots and pages are NaN, block tables end in garbage, outputs start as junk.
+// Device backends are made for device 0 and reached through StagedAttention. Unused slots and pages
+// are NaN, block tables end in garbage, outputs start as junk.
 Partial RunBackend(const BackendEntry& entry, const AttentionProblem& problem,
                    const RunOptions& options);
 
-// Empty if the partial is right within the limits of docs/design.md §9; else what is wrong.
+// Empty if the partial is right within the limits of docs/design.md §9; else what is wrong. Device
+// backends round weights to bf16, whatever they write.
 std::string Mismatch(const BackendEntry& entry, const AttentionProblem& problem,
                      const Partial& partial, DType partial_dtype);
 
