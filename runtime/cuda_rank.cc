@@ -135,16 +135,10 @@ class CudaRank {
     return Rehearse(*comm, deadline);
   }
 
-  // Runs one empty step, which connects what collectives connect on first use and tests the
-  // exchange, and captures the graphs.
+  // Tests the exchange, which also connects what collectives connect on first use, and captures the
+  // graphs.
   Status Rehearse(Communicator& comm, TimePoint deadline) {
-    upload_->Begin();
-    upload_->step() = {};
-    upload_->step().plan = nullptr;
-    DCP_RETURN_IF_ERROR(SendEmptyStep());
-    DCP_RETURN_IF_ERROR(Enqueue(
-        comm, 1, deadline, [](RankPhase) { return Status::Ok(); }, Marking::kOff));
-    DCP_RETURN_IF_ERROR(comm.Wait(deadline, stream_->ref()));
+    DCP_RETURN_IF_ERROR(TestExchange(comm, deadline));
     if (!graphs_wanted_) return Status::Ok();
     for (int capacity = 1;; capacity = std::min(2 * capacity, config_.limits.max_step_tokens)) {
       DCP_ASSIGN_OR_RETURN(cuda::Graph graph, cuda::Graph::Capture(*stream_, [&] {
@@ -328,7 +322,7 @@ class CudaRank {
     return query_.Up(step.query, stream_->ref());
   }
 
-  enum class Marking { kOff, kEager, kInGraph };
+  enum class Marking { kEager, kInGraph };
 
   // Everything a step does on the device, for at most `capacity` tokens.
   Status Enqueue(Communicator& comm, int capacity, TimePoint deadline, const PhaseFn& entering,
@@ -363,7 +357,6 @@ class CudaRank {
   }
 
   Status Record(Mark mark, Marking marking) {
-    if (marking == Marking::kOff) return Status::Ok();
     return marking == Marking::kEager ? marks_[mark].Record(stream_->ref())
                                       : marks_[mark].RecordInGraph(stream_->ref());
   }
