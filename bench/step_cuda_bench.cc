@@ -50,7 +50,7 @@ class RankBench {
  public:
   RankBench(RankContext& context, const BackendEntry& entry, const Shape& shape,
             const cuda::DeviceBuffer& kv)
-      : c_(context), entry_(entry), s_(shape), kv_(kv), local_(shape.context / kRanks) {}
+      : c_(context), entry_(entry), shape_(shape), kv_(kv), local_(shape.context / kRanks) {}
 
   Status Prepare() {
     DCP_ASSIGN_OR_RETURN(backend_, entry_.make({.geometry = {.heads = kHeads,
@@ -58,7 +58,7 @@ class RankBench {
                                                              .d_v = kDv,
                                                              .page_tokens = kPageTokens,
                                                              .softmax_scale = kScale},
-                                                .max_tokens = s_.batch,
+                                                .max_tokens = shape_.batch,
                                                 .device = c_.device,
                                                 .max_keys = local_}));
     const std::size_t query_bytes = QueryItems() * sizeof(Bf16);
@@ -66,27 +66,27 @@ class RankBench {
     DCP_ASSIGN_OR_RETURN(gathered_, cuda::DeviceBuffer::Create(c_.device, query_bytes, "queries"));
     DCP_RETURN_IF_ERROR(FillRandom(query_.as<Bf16>(), static_cast<std::int64_t>(QueryItems()),
                                    kQuerySeed, c_.stream.ref()));
-    const auto pages = static_cast<std::size_t>(s_.batch) * Size(local_ / kPageTokens);
+    const auto pages = static_cast<std::size_t>(shape_.batch) * Size(local_ / kPageTokens);
     DCP_ASSIGN_OR_RETURN(
         upload_, StepUpload::Create(c_.device, (1 << 16) + pages * 4 + backend_->MaxPlanBytes()));
     upload_->Begin();
-    DeviceStep step{.tokens = s_.batch,
-                    .entries = s_.batch,
+    DeviceStep step{.tokens = shape_.batch,
+                    .entries = shape_.batch,
                     .table_stride = local_ / kPageTokens,
                     .output_dtype = DType::kBf16,
                     .lse_base = LogBase::kTwo};
     std::vector<std::int32_t> table(pages), begin;
     for (std::size_t i = 0; i < pages; ++i) table[i] = static_cast<std::int32_t>(i);
-    for (int e = 0; e <= s_.batch; ++e) begin.push_back(e);
-    const std::vector<std::int32_t> bounds(Size(kRanks * s_.batch), local_);
+    for (int e = 0; e <= shape_.batch; ++e) begin.push_back(e);
+    const std::vector<std::int32_t> bounds(Size(kRanks * shape_.batch), local_);
     DCP_ASSIGN_OR_RETURN(step.bounds, upload_->Add(std::span<const std::int32_t>(bounds)));
     DCP_ASSIGN_OR_RETURN(step.block_table, upload_->Add(std::span<const std::int32_t>(table)));
     DCP_ASSIGN_OR_RETURN(const StepUpload::Room room, upload_->Reserve(backend_->MaxPlanBytes()));
     DCP_RETURN_IF_ERROR(backend_
                             ->Plan({.entry_begin = begin.data(),
                                     .bound = bounds.data(),
-                                    .entries = s_.batch,
-                                    .tokens = s_.batch},
+                                    .entries = shape_.batch,
+                                    .tokens = shape_.batch},
                                    room.host)
                             .status());
     step.plan = room.device;
@@ -99,9 +99,9 @@ class RankBench {
     DCP_ASSIGN_OR_RETURN(
         CudaExchange exchange,
         CudaExchange::Create(c_.device, kind, {.ranks = kRanks, .heads = kHeads, .d_v = kDv},
-                             s_.batch));
+                             shape_.batch));
     DCP_RETURN_IF_ERROR(cuda::FillAsync(exchange.output(), 0xff,
-                                        Size(s_.batch) * kHeads / kRanks * kDv * sizeof(Bf16),
+                                        Size(shape_.batch) * kHeads / kRanks * kDv * sizeof(Bf16),
                                         c_.stream.ref()));
     const TimePoint deadline = Clock::now() + std::chrono::seconds(60);
     DCP_RETURN_IF_ERROR(Enqueue(exchange, deadline));
@@ -115,7 +115,7 @@ class RankBench {
 
  private:
   static std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
-  std::size_t QueryItems() const { return Size(s_.batch) * kHeads * kDqk; }
+  std::size_t QueryItems() const { return Size(shape_.batch) * kHeads * kDqk; }
 
   Status Enqueue(CudaExchange& exchange, TimePoint deadline) {
     const std::size_t half = QueryItems() * sizeof(Bf16) / kRanks;
@@ -126,11 +126,11 @@ class RankBench {
     DCP_RETURN_IF_ERROR(backend_->Run({.query = query_.as<Bf16>(),
                                        .kv = kv_.as<Bf16>(),
                                        .page_stride = std::int64_t{kPageTokens} * kDqk,
-                                       .partial = exchange.Layout(s_.batch),
+                                       .partial = exchange.Layout(shape_.batch),
                                        .stream = c_.stream.ref(),
                                        .step = upload_->device_step()}));
     return exchange.Enqueue(c_.comm,
-                            {.capacity = s_.batch,
+                            {.capacity = shape_.batch,
                              .step = upload_->device_step(),
                              .partial_base = entry_.caps.lse_base,
                              .deadline = deadline,
@@ -140,13 +140,13 @@ class RankBench {
 
   // The last token's first head of this rank.
   Status Verify(const CudaExchange& exchange, ExchangeKind kind) {
-    const std::size_t row = Size(s_.batch - 1) * kHeads / kRanks;
+    const std::size_t row = Size(shape_.batch - 1) * kHeads / kRanks;
     std::vector<Bf16> got(kDv);
     DCP_RETURN_IF_ERROR(cuda::CopyAsync(got.data(), exchange.output() + row * kDv * sizeof(Bf16),
                                         kDv * sizeof(Bf16), c_.stream.ref()));
     DCP_RETURN_IF_ERROR(c_.stream.Synchronize());
     const std::uint64_t query_row =
-        std::uint64_t(s_.batch - 1) * kHeads + std::uint64_t(c_.rank) * (kHeads / kRanks);
+        std::uint64_t(shape_.batch - 1) * kHeads + std::uint64_t(c_.rank) * (kHeads / kRanks);
     std::vector<double> query(kDqk), key(kDqk), truth(kDv);
     for (int i = 0; i < kDqk; ++i) {
       query[Size(i)] = ToFloat(RandomAt(kQuerySeed, query_row * kDqk + std::uint64_t(i)));
@@ -156,7 +156,7 @@ class RankBench {
     for (int r = 0; r < kRanks; ++r) {
       for (int k = 0; k < local_; ++k) {
         const std::uint64_t at =
-            (std::uint64_t(s_.batch - 1) * std::uint64_t(local_) + std::uint64_t(k)) * kDqk;
+            (std::uint64_t(shape_.batch - 1) * std::uint64_t(local_) + std::uint64_t(k)) * kDqk;
         double score = 0;
         for (std::size_t i = 0; i < kDqk; ++i) {
           key[i] = ToFloat(RandomAt(KvSeed(r), at + i));
@@ -181,14 +181,14 @@ class RankBench {
     }
     const double limit = kind == ExchangeKind::kAgRs ? 8e-3 : 4e-3;
     if (std::sqrt(error) <= limit * std::sqrt(norm)) return Status::Ok();
-    return Status(Reason::kInternal, "B " + std::to_string(s_.batch) + ", L " +
-                                         std::to_string(s_.context) + ": relative error " +
+    return Status(Reason::kInternal, "B " + std::to_string(shape_.batch) + ", L " +
+                                         std::to_string(shape_.context) + ": relative error " +
                                          std::to_string(std::sqrt(error / norm)));
   }
 
   RankContext& c_;
   const BackendEntry& entry_;
-  const Shape s_;
+  const Shape shape_;
   const cuda::DeviceBuffer& kv_;
   const std::int32_t local_;
   std::unique_ptr<AttentionBackend> backend_;
