@@ -48,23 +48,26 @@ __global__ void __launch_bounds__(kCompareThreads)
     CompareKvKernel(KvPool pool, const Bf16* latents, const DeviceStep* step,
                     std::int32_t* first_difference) {
   __shared__ std::int32_t first;
-  if (threadIdx.x == 0) first = step->tokens;
+  const std::int32_t none = step->tokens;
+  if (threadIdx.x == 0) first = none;
   __syncthreads();
   const int row_vectors = pool.d_qk / kItems;
   const uint4* const layer = Vectors(pool.base + step->kv_offset);
   const std::int64_t all = step->has_new_kv ? std::int64_t{step->tokens} * row_vectors : 0;
-  for (std::int64_t i = threadIdx.x; i < all; i += kCompareThreads) {
+  std::int32_t mine = none;
+  for (std::int64_t i = threadIdx.x; i < all && mine == none; i += kCompareThreads) {
     const auto token = static_cast<std::int32_t>(i / row_vectors);
     const std::int64_t slot = step->slots[token];
     if (slot < 0) continue;
     const uint4 sent = Vectors(latents)[i];
     const uint4 stored = layer[slot * row_vectors + i % row_vectors];
-    if (sent.x != stored.x || sent.y != stored.y || sent.z != stored.z || sent.w != stored.w) {
-      atomicMin(&first, token);
-    }
+    const bool same =
+        sent.x == stored.x && sent.y == stored.y && sent.z == stored.z && sent.w == stored.w;
+    if (!same) mine = token;
   }
+  atomicMin(&first, mine);
   __syncthreads();
-  if (threadIdx.x == 0) *first_difference = first == step->tokens ? -1 : first;
+  if (threadIdx.x == 0) *first_difference = first == none ? -1 : first;
 }
 
 }  // namespace

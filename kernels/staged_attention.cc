@@ -83,8 +83,8 @@ Result<const DeviceStep*> StagedAttention::UploadStep(const AttentionArgs& args)
 }
 
 Status StagedAttention::Run(const AttentionArgs& args) {
+  DCP_RETURN_IF_ERROR(cuda::UseDevice(setup_.device));
   if (!stream_.has_value()) {
-    DCP_RETURN_IF_ERROR(cuda::UseDevice(setup_.device));
     DCP_ASSIGN_OR_RETURN(stream_, cuda::Stream::Create(setup_.device));
   }
   const AttentionGeometry& g = setup_.geometry;

@@ -219,7 +219,7 @@ class Worker {
   __device__ void LoadQuery() const {
     const Bf16* const from = p_.query + std::int64_t{item().first_row} * d_qk();
 #pragma unroll 1
-    for (int row = warp_; row < kTileRows; row += kWarps) {
+    for (int row = warp_; row < (item().rows + 15) / 16 * 16; row += kWarps) {
       const bool valid = row < item().rows;
       for (int i = lane_; i < d_qk() / 8; i += 32) {
         device::CopyAsync16(query() + (row * Stride(d_qk()) + i * 8) * 2,
