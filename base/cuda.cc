@@ -76,6 +76,13 @@ Result<DeviceInfo> Describe(int device) {
   return info;
 }
 
+Result<std::size_t> FreeBytes() {
+  std::size_t free = 0;
+  std::size_t total = 0;
+  DCP_RETURN_IF_ERROR(Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo"));
+  return free;
+}
+
 Result<Stream> Stream::Create(int device) {
   const ScopedDevice scope(device);
   Stream s;

@@ -44,6 +44,7 @@ struct DeviceInfo {
   std::size_t total_bytes = 0, free_bytes = 0;
 };
 Result<DeviceInfo> Describe(int device);
+Result<std::size_t> FreeBytes();  // of the calling thread's device
 
 class Stream {  // does not synchronise with the legacy default stream
  public:

@@ -139,17 +139,29 @@ class CudaRank {
   // graphs.
   Status Rehearse(Communicator& comm, TimePoint deadline) {
     DCP_RETURN_IF_ERROR(TestExchange(comm, deadline));
-    if (!graphs_wanted_) return Status::Ok();
+    return graphs_wanted_ ? CaptureGraphs(comm, deadline) : Status::Ok();
+  }
+
+  // One for each power of two of tokens, up to the largest step.
+  Status CaptureGraphs(Communicator& comm, TimePoint deadline) {
+    DCP_RETURN_IF_ERROR(comm.CanCapture());
+    DCP_ASSIGN_OR_RETURN(const std::size_t free_before, cuda::FreeBytes());
     for (int capacity = 1;; capacity = std::min(2 * capacity, config_.limits.max_step_tokens)) {
-      DCP_ASSIGN_OR_RETURN(cuda::Graph graph, cuda::Graph::Capture(*stream_, [&] {
-                             return Enqueue(
-                                 comm, capacity, deadline,
-                                 [this](RankPhase phase) { return EnterInGraph(phase); },
-                                 Marking::kInGraph);
-                           }));
+      const auto enqueue = [&] {
+        return Enqueue(
+            comm, capacity, deadline, [this](RankPhase phase) { return EnterInGraph(phase); },
+            Marking::kInGraph);
+      };
+      DCP_ASSIGN_OR_RETURN(cuda::Graph graph, cuda::Graph::Capture(*stream_, enqueue));
       graphs_.push_back({capacity, std::move(graph)});
-      if (capacity == config_.limits.max_step_tokens) return comm.Wait(deadline, stream_->ref());
+      if (capacity == config_.limits.max_step_tokens) break;
     }
+    DCP_RETURN_IF_ERROR(comm.Wait(deadline, stream_->ref()));
+    DCP_ASSIGN_OR_RETURN(const std::size_t free_after, cuda::FreeBytes());
+    log::info("rank {}: {} graphs, for steps of up to {} tokens, take {:.1f} MiB of the device",
+              link_->rank(), graphs_.size(), config_.limits.max_step_tokens,
+              static_cast<double>(free_before - std::min(free_after, free_before)) / (1 << 20));
+    return Status::Ok();
   }
 
   // One token whose partials are known: rank r says output 10 r with LSE ln(r + 1) or its like in

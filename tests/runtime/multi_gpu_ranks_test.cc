@@ -1,13 +1,9 @@
 // Two ranks on two GPUs through NCCL: eager and as graphs, against the float64 truth and each
 // other; and ranks that fail or stall in the middle of an exchange. Needs two devices.
 #include <algorithm>
-#include <atomic>
 #include <catch2/catch.hpp>
-#include <chrono>
-#include <memory>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "tests/support/cluster.h"
@@ -151,68 +147,5 @@ TEST_CASE("the same step fifty times gives the same bits") {
       CHECK(again->output == first->output);
       CHECK(again->lse == first->lse);
     }
-  }
-}
-
-TEST_CASE("a rank that fails: an error that names it, and the group serves again") {
-  for (const bool graphs : {false, true}) {
-    for (const RankPhase phase :
-         {RankPhase::kWrite, RankPhase::kAttend, RankPhase::kExchange, RankPhase::kMerge}) {
-      INFO((graphs ? "graph, " : "eager, ") << PhaseName(phase));
-      auto armed = std::make_shared<std::atomic<bool>>(false);
-      ClusterOptions options = Options(graphs, ExchangeKind::kA2a);
-      options.timeout_ms = 10000;
-      options.hooks.rank_fault = [armed, phase](int rank, RankPhase at) {
-        if (rank == 1 && at == phase && armed->exchange(false)) {
-          return Status(Reason::kInternal, "injected");
-        }
-        return Status::Ok();
-      };
-      Cluster cluster(options);
-      const TestSequence s = cluster.Create("s", 1);
-      cluster.Append(s, 1, 0, 100);
-      armed->store(true);
-      const auto failed = cluster.Step({.step_id = 2, .items = {{&s, 100, 1}}});
-      REQUIRE(!failed.ok());
-      INFO(failed.status().ToString());
-      CHECK(failed.status().reason() == Reason::kRankFailed);
-      CHECK(failed.status().message().find("rank 1") != std::string::npos);
-      CHECK(cluster.engine().state() == EngineState::kServing);
-      cluster.StepChecked({.step_id = 3, .items = {{&s, 100, 1}}});
-    }
-  }
-}
-
-TEST_CASE("a rank that stalls: an error within the bound, and the engine says it is down") {
-  for (const bool graphs : {false, true}) {
-    INFO((graphs ? "graph" : "eager"));
-    struct Gate {
-      std::atomic<bool> armed{false}, open{false};
-    };
-    auto gate = std::make_shared<Gate>();
-    ClusterOptions options = Options(graphs, ExchangeKind::kA2a);
-    options.timeout_ms = 3000;
-    options.hooks.rank_fault = [gate](int rank, RankPhase at) {
-      if (rank == 1 && at == RankPhase::kExchange && gate->armed.exchange(false)) {
-        while (!gate->open.load()) std::this_thread::sleep_for(Millis(5));
-      }
-      return Status::Ok();
-    };
-    Cluster cluster(options);
-    const TestSequence s = cluster.Create("s", 1);
-    cluster.Append(s, 1, 0, 100);
-    gate->armed.store(true);
-    const TimePoint before = Clock::now();
-    const auto failed = cluster.Step({.step_id = 2, .items = {{&s, 100, 1}}});
-    CHECK(Clock::now() - before < Millis(3 * options.timeout_ms));
-    REQUIRE(!failed.ok());
-    INFO(failed.status().ToString());
-    CHECK(failed.status().reason() == Reason::kRankFailed);
-    CHECK(failed.status().message().find("rank 1") != std::string::npos);
-    CHECK(cluster.engine().state() == EngineState::kRanksDown);
-    const auto next = cluster.Step({.step_id = 3, .items = {{&s, 100, 1}}});
-    CHECK(next.status().reason() == Reason::kRanksDown);
-    gate->open.store(true);  // so that the thread ends before the program does
-    std::this_thread::sleep_for(Millis(500));
   }
 }
