@@ -29,9 +29,10 @@ Status InRange(std::string_view key, T value, T low, T high) {
 Status ValidateDevices(const RanksConfig& r) {
   if (r.device == RankDevice::kCpu) {
     if (r.devices.empty() && !r.share_devices && !r.graphs) return Status::Ok();
-    return Status(Reason::kConfig,
-                  "ranks.devices, ranks.share_devices and ranks.graphs are for ranks.device = "
-                  "\"cuda\", it is \"cpu\"");
+    return Status(
+        Reason::kConfig,
+        "ranks.device = \"cpu\", expected \"cuda\" with ranks.devices, ranks.share_devices "
+        "or ranks.graphs");
   }
   if (!r.devices.empty() && r.devices.size() != static_cast<std::size_t>(r.count)) {
     return Bad("ranks.devices", std::to_string(r.devices.size()) + " devices",

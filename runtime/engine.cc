@@ -243,6 +243,7 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineConfig& config, Engin
   DCP_RETURN_IF_ERROR(Validate(config));
   const auto shared = std::make_shared<const EngineConfig>(config);
   const std::span<const BackendEntry> table = hooks.backends.empty() ? Backends() : hooks.backends;
+  DCP_ASSIGN_OR_RETURN(const RankMakers makers, DefaultMakers(config.ranks));
   const bool cuda = config.ranks.device == RankDevice::kCuda;
   DCP_ASSIGN_OR_RETURN(const BackendEntry* backend,
                        SelectBackend(table, config.attention.backend, config.Geometry(),
@@ -253,7 +254,6 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineConfig& config, Engin
                       ", backend " + std::string(backend->name) + " takes at most " +
                       std::to_string(backend->caps.max_query_tokens));
   }
-  DCP_ASSIGN_OR_RETURN(const RankMakers makers, DefaultMakers(config.ranks));
   DCP_ASSIGN_OR_RETURN(std::unique_ptr<RankGroup> group,
                        RankGroup::Create(shared, *backend, hooks.poison_kv, hooks.rank_fault,
                                          hooks.make_port ? hooks.make_port : makers.port,

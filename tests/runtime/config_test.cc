@@ -3,6 +3,8 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <functional>
+#include <utility>
+#include <vector>
 
 #include "tests/support/cluster.h"
 
@@ -15,11 +17,33 @@ TEST_CASE("a broken rule is named by key, value and rule") {
     const char* key;
     std::function<void(EngineConfig&)> breaks;
   };
+  const auto cuda = [](std::vector<int> devices) {
+    return RanksConfig{.count = 2, .device = RankDevice::kCuda, .devices = std::move(devices)};
+  };
   const Case cases[] = {
       {"ranks.count", [](EngineConfig& c) { c.ranks.count = 0; }},
       {"ranks.count", [](EngineConfig& c) { c.ranks.count = 65; }},
       {"ranks.timeout_ms", [](EngineConfig& c) { c.ranks.timeout = Millis(0); }},
       {"ranks.cpu_threads", [](EngineConfig& c) { c.ranks.cpu_threads = -1; }},
+      {"ranks.devices",
+       [](EngineConfig& c) {
+         c.ranks.devices = {0, 1};
+       }},  // of CPU ranks
+      {"ranks.devices", [cuda](EngineConfig& c) { c.ranks = cuda({0}); }},
+      {"ranks.devices",
+       [cuda](EngineConfig& c) {
+         c.ranks = cuda({0, -1});
+       }},
+      {"ranks.devices",
+       [cuda](EngineConfig& c) {
+         c.ranks = cuda({1, 1});
+       }},
+      {"ranks.graphs",
+       [cuda](EngineConfig& c) {
+         c.ranks = cuda({1, 1});
+         c.ranks.share_devices = true;
+         c.ranks.graphs = true;
+       }},
       {"model.layers", [](EngineConfig& c) { c.model.layers = 0; }},
       {"model.heads", [](EngineConfig& c) { c.model.heads = 0; }},
       {"model.heads", [](EngineConfig& c) { c.model.heads = 7; }},  // 2 ranks
@@ -66,4 +90,15 @@ TEST_CASE("a pool larger than the host's memory is refused with the numbers") {
   const auto engine = Engine::Create(config);
   CHECK(engine.status().reason() == Reason::kKvCapacity);
   CHECK(engine.status().message().find("GiB") != std::string::npos);
+}
+
+TEST_CASE("CUDA ranks where they cannot be are refused with the reason") {
+  EngineConfig config = testing::MakeConfig({});
+  config.ranks.device = RankDevice::kCuda;
+  config.ranks.devices = {1000, 1001};  // no host has them, and this build may not have CUDA
+  REQUIRE(Validate(config).ok());
+  const auto engine = Engine::Create(config);
+  REQUIRE(!engine.ok());
+  CHECK(engine.status().reason() == Reason::kConfig);
+  CHECK(engine.status().message().find("CUDA") != std::string::npos);
 }

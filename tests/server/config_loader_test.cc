@@ -198,12 +198,24 @@ TEST_CASE("ranges and choices of the server's own keys") {
   CHECK_THAT(Error(file), Has("log.format") && Has("\"text\" or \"json\""));
 }
 
-TEST_CASE("device = cuda is not in this build") {
+TEST_CASE("devices of ranks") {
   File file;
-  file.ranks = "count = 2\ndevice = \"cuda\"\n";
-  CHECK_THAT(Error(file), Has("ranks.device") && Has("cuda") && Has("not in this build"));
+  file.ranks =
+      "count = 2\ndevice = \"cuda\"\ndevices = [3, 1]\nshare_devices = true\ngraphs = false\n";
+  const Result<ServerConfig> config = ParseConfig(file.Text(), "test.toml");
+  REQUIRE(config.status().message().empty());
+  CHECK(config->engine.ranks.device == RankDevice::kCuda);
+  CHECK(config->engine.ranks.devices == std::vector<int>{3, 1});
+  CHECK(config->engine.ranks.share_devices);
+  CHECK(config->engine.ranks.graphs == false);
   file.ranks = "count = 2\ndevice = \"tpu\"\n";
   CHECK_THAT(Error(file), Has("ranks.device") && Has("\"cpu\" or \"cuda\""));
+  for (const char* devices : {"[0, -1]", "[0, 1.5]", "[\"0\"]", "0"}) {
+    file.ranks = std::string("count = 2\ndevice = \"cuda\"\ndevices = ") + devices + "\n";
+    CHECK_THAT(Error(file), Has("ranks.devices") && Has("array of whole numbers"));
+  }
+  file.ranks = "count = 2\ndevice = \"cuda\"\ngraphs = 1\n";
+  CHECK_THAT(Error(file), Has("ranks.graphs = 1") && Has("true or false"));
 }
 
 TEST_CASE("the engine's rules apply, with file and line") {
@@ -238,7 +250,8 @@ TEST_CASE("a message must hold the largest step") {
 }
 
 TEST_CASE("the sample configurations are valid") {
-  for (const char* name : {"cpu_1rank.toml", "cpu_4ranks.toml"}) {
+  for (const char* name :
+       {"cpu_1rank.toml", "cpu_4ranks.toml", "gpu_1.toml", "gpu_2.toml", "gpu_8.toml"}) {
     const auto config = LoadConfig(std::string(DCP_CONFIGS "/") + name);
     CHECK(config.status().message().empty());
     REQUIRE(config.ok());
