@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
@@ -29,6 +30,9 @@ struct ModelConfig {
 };
 
 enum class RankDevice : std::uint8_t { kCpu, kCuda };
+constexpr std::string_view RankDeviceName(RankDevice device) {
+  return device == RankDevice::kCpu ? "cpu" : "cuda";
+}
 
 struct RanksConfig {
   int count = 1;

@@ -208,7 +208,7 @@ void Encode(const EngineInfo& info, const ServerFacts& facts, v1::GetServerInfoR
   model->set_softmax_scale(config.model.softmax_scale);
 
   out->mutable_ranks()->set_count(config.ranks.count);
-  out->mutable_ranks()->set_device("cpu");
+  out->mutable_ranks()->set_device(std::string(RankDeviceName(config.ranks.device)));
 
   v1::KvLayout* kv = out->mutable_kv();
   kv->set_page_tokens(config.kv.page_tokens);

@@ -78,8 +78,8 @@ void LogStart(const ServerConfig& config, const EngineInfo& info) {
   spdlog::info("  model     {} layers, {} heads, {} + {} dims, softmax scale {}", e.model.layers,
                e.model.heads, e.model.kv_lora_rank, e.model.rope_dim, e.model.softmax_scale);
   const bool cuda = e.ranks.device == RankDevice::kCuda;
-  spdlog::info("  ranks     {} on {}, timeout {} ms{}", e.ranks.count, cuda ? "cuda" : "cpu",
-               e.ranks.timeout.count(),
+  spdlog::info("  ranks     {} on {}, timeout {} ms{}", e.ranks.count,
+               RankDeviceName(e.ranks.device), e.ranks.timeout.count(),
                !cuda                   ? ""
                : e.ranks.share_devices ? ", devices shared, eager"
                : e.ranks.UseGraphs()   ? ", graphs"

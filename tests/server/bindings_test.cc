@@ -328,5 +328,22 @@ TEST_CASE("a sequence's answer") {
   CHECK(out.lease_remaining().nanos() == 500'000'000);
 }
 
+TEST_CASE("the server's own answer says what was configured and chosen") {
+  EngineInfo info{.backend = "some_backend", .lse_base = LogBase::kTwo};
+  info.config.ranks.count = 3;
+  info.config.model = {.layers = 5, .heads = 6, .kv_lora_rank = 7, .rope_dim = 8};
+  for (const RankDevice device : {RankDevice::kCpu, RankDevice::kCuda}) {
+    info.config.ranks.device = device;
+    v1::GetServerInfoResponse out;
+    Encode(info, {.version = "1", .git_hash = "h", .max_message_bytes = 9}, &out);
+    CHECK(out.ranks().count() == 3);
+    CHECK(out.ranks().device() == (device == RankDevice::kCpu ? "cpu" : "cuda"));
+    CHECK(out.model().layers() == 5);
+    CHECK(out.model().heads() == 6);
+    CHECK(out.model().kv_lora_rank() == 7);
+    CHECK(out.model().rope_dim() == 8);
+  }
+}
+
 }  // namespace
 }  // namespace dcp
