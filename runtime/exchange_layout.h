@@ -19,11 +19,14 @@ struct ExchangeShape {
   // Of one rank's heads.
   std::size_t PartialBytes(int tokens) const { return Rows(tokens) * d_v * SizeOf(partial_dtype); }
   std::size_t LseBytes(int tokens) const { return Rows(tokens) * sizeof(float); }
-  // In a message of a2a: LSE is f32, so an odd count of bf16 values before it is padded.
-  std::size_t LseOffset(int tokens) const { return (PartialBytes(tokens) + 3) & ~std::size_t{3}; }
-  std::size_t MessageBytes(int tokens) const { return LseOffset(tokens) + LseBytes(tokens); }
+  // In a message of a2a.
+  std::size_t LseOffset(int tokens) const { return Padded(PartialBytes(tokens)); }
+  std::size_t MessageBytes(int tokens) const {
+    return LseOffset(tokens) + Padded(LseBytes(tokens));
+  }
 
  private:
+  static std::size_t Padded(std::size_t bytes) { return (bytes + 15) & ~std::size_t{15}; }
   std::size_t Rows(int tokens) const {
     return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(heads_per_rank());
   }
