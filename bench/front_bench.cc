@@ -14,6 +14,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <thread>
@@ -90,7 +91,8 @@ class Server {
   std::string address_;
 };
 
-void Fill(v1::Tensor& tensor, const std::vector<Bf16>& data, std::vector<std::int64_t> shape) {
+void Fill(v1::Tensor& tensor, const std::vector<Bf16>& data,
+          std::initializer_list<std::int64_t> shape) {
   tensor.set_dtype(v1::DATA_TYPE_BF16);
   for (const std::int64_t dim : shape) tensor.add_shape(dim);
   tensor.set_data(data.data(), data.size() * sizeof(Bf16));

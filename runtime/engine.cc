@@ -1,6 +1,7 @@
 // The queue and the thread around EngineCore.
 #include "runtime/engine.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -33,6 +34,7 @@ class Engine::Impl {
   struct Command {
     std::function<void()> run;
     std::function<void(Status)> refuse;
+    AppendId append = 0;  // the open append that it belongs to; 0: none
   };
 
   Impl(EngineInfo info, std::unique_ptr<EngineCore> core, EngineHooks hooks)
@@ -49,8 +51,9 @@ class Engine::Impl {
     thread_.join();
   }
 
-  // Requests beyond the queue's capacity are refused unless `bounded_elsewhere`.
-  void Post(Command command, bool bounded_elsewhere = false) {
+  // Requests beyond the queue's capacity are refused. Those of open appends are not counted against
+  // it: the number of appends and one chunk of each in flight bound them.
+  void Post(Command command) {
     Status refusal;
     {
       const std::lock_guard lock(mutex_);
@@ -59,7 +62,7 @@ class Engine::Impl {
         refusal = RanksDown();
       } else if (state == EngineState::kDraining || stop_) {
         refusal = Draining();
-      } else if (!bounded_elsewhere &&
+      } else if (command.append == 0 &&
                  queue_.size() >= static_cast<std::size_t>(info_.config.limits.max_queue)) {
         refusal = Status(Reason::kOverloaded,
                          "limits.max_queue = " + std::to_string(info_.config.limits.max_queue) +
@@ -78,11 +81,11 @@ class Engine::Impl {
 
   // A request whose answer is what `op` returns on the engine's thread.
   template <class Reply, class Op>
-  void Call(Done<Reply> done, Op op, bool bounded_elsewhere = false) {
+  void Call(Done<Reply> done, Op op, AppendId append = 0) {
     auto shared = std::make_shared<Done<Reply>>(std::move(done));
     Post({.run = [this, shared, op = std::move(op)]() mutable { (*shared)(op(*core_)); },
-          .refuse = [shared](Status status) { (*shared)(std::move(status)); }},
-         bounded_elsewhere);
+          .refuse = [shared](Status status) { (*shared)(std::move(status)); },
+          .append = append});
   }
 
   StepHandle Submit(StepRequest request, Done<StepReply> done);
@@ -140,7 +143,7 @@ class Engine::Impl {
       }
       if (!idle) command.run();
       command = {};
-      core_->Expire(Clock::now());
+      core_->Expire(Clock::now(), [this](AppendId append) { return Waits(append); });
       if (core_->ranks_down()) GoDown();
       if (idle && state() == EngineState::kDraining) FinishDrain();
       if (state() != published) {
@@ -150,6 +153,12 @@ class Engine::Impl {
     }
     RefuseAll(Draining());
     core_->LoseAppends(Draining());
+  }
+
+  // Whether a request of this append is in the queue.
+  bool Waits(AppendId append) {
+    const std::lock_guard lock(mutex_);
+    return std::ranges::any_of(queue_, [append](const Command& c) { return c.append == append; });
   }
 
   void GoDown() {
@@ -312,18 +321,16 @@ void Engine::BeginAppend(AppendRequest request, std::function<void(Status)> on_l
                                    EngineCore& core) { return core.BeginAppend(r, lost); });
 }
 
-// The number of open appends and one chunk of each in flight bound these.
 void Engine::WriteAppend(AppendId append, AppendChunk chunk, Done<AppendId> done) {
   impl_->Call(
       std::move(done),
       [append, c = std::move(chunk)](EngineCore& core) { return core.WriteAppend(append, c); },
-      /*bounded_elsewhere=*/true);
+      append);
 }
 
 void Engine::CommitAppend(AppendId append, Done<AppendReply> done) {
   impl_->Call(
-      std::move(done), [append](EngineCore& core) { return core.CommitAppend(append); },
-      /*bounded_elsewhere=*/true);
+      std::move(done), [append](EngineCore& core) { return core.CommitAppend(append); }, append);
 }
 
 void Engine::CancelAppend(AppendId append) {
@@ -332,7 +339,7 @@ void Engine::CancelAppend(AppendId append) {
                           core.CancelAppend(append);
                           return append;
                         },
-                        /*bounded_elsewhere=*/true);
+                        append);
 }
 
 }  // namespace dcp

@@ -2,8 +2,8 @@
 // thread, so that a request sees the effects of all before it and of none after it.
 //
 // Thread-safe. Each call takes a completion that runs exactly once, on the engine's thread or, when
-// the request is refused at once (OVERLOADED, RANKS_DOWN, DRAINING), inside the call. Completions
-// must not block and must not call the blocking helpers below.
+// the request is refused at once (OVERLOADED, RANKS_DOWN, DRAINING, a step's TIMEOUT), inside the
+// call. Completions must not block and must not call the blocking helpers below.
 //
 // A step or an append applies as a whole or not at all. If a rank fails, the running step answers
 // RANK_FAILED; when all ranks return within ranks.timeout the group is rebuilt under a new epoch
@@ -69,12 +69,15 @@ class Engine {
   void GetSequence(GetSequenceRequest request, Done<SequenceInfo> done);
   void ListSequences(ListRequest request, Done<ListReply> done);
 
+  // May answer at once: OVERLOADED, RANKS_DOWN, DRAINING, and TIMEOUT if the step's timeout is not
+  // above 0 or beyond limits.max_step_timeout.
   StepHandle SubmitStep(StepRequest request, Done<StepReply> done);
 
   // Begin reserves; WriteAppend copies a chunk into reserved pages (the chunk's bytes are free
   // again at completion); Commit makes all layers visible at once or answers COVERAGE; Cancel
   // returns every block. Any error but OVERLOADED ends the append. `on_lost` runs once if the
-  // engine ends it by itself: APPEND_IDLE, APPEND_CANCELLED (release, lease), DRAINING,
+  // engine ends it by itself: APPEND_IDLE (nothing from the caller for limits.append_idle_timeout;
+  // what waits in the queue or runs is not silence), APPEND_CANCELLED (release, lease), DRAINING,
   // RANKS_DOWN.
   void BeginAppend(AppendRequest request, std::function<void(Status)> on_lost, Done<AppendId> done);
   void WriteAppend(AppendId append, AppendChunk chunk, Done<AppendId> done);

@@ -169,12 +169,12 @@ Status NotOpen(AppendId id) {
 Result<AppendId> EngineCore::WriteAppend(AppendId id, const AppendChunk& chunk) {
   const auto it = appends_.find(id);
   if (it == appends_.end()) return NotOpen(id);
-  it->second.last_activity = Clock::now();
   DCP_RETURN_IF_ERROR(sequences_.Find(it->second.request.sequence).status());  // renews the lease
   if (Status status = WriteChunk(it->second, chunk); !status.ok()) {
     EndAppend(id);
     return status;
   }
+  it->second.last_activity = Clock::now();  // after the ranks' work, which may be long
   return id;
 }
 
@@ -242,10 +242,15 @@ void EngineCore::LoseAppends(const Status& why) {
   while (!appends_.empty()) LoseAppend(appends_.begin()->first, why);
 }
 
-void EngineCore::Expire(TimePoint now) {
+void EngineCore::Expire(TimePoint now, const std::function<bool(AppendId)>& waits) {
   std::vector<AppendId> silent;
-  for (const auto& [id, append] : appends_) {
-    if (now - append.last_activity > config_->limits.append_idle_timeout) silent.push_back(id);
+  for (auto& [id, append] : appends_) {
+    if (now - append.last_activity <= config_->limits.append_idle_timeout) continue;
+    if (waits(id)) {
+      append.last_activity = now;
+    } else {
+      silent.push_back(id);
+    }
   }
   for (const AppendId id : silent) {
     LoseAppend(id, Status(Reason::kAppendIdle,

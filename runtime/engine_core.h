@@ -50,8 +50,9 @@ class EngineCore {
   void CancelAppend(AppendId id);
   void LoseAppends(const Status& why);  // all of them
 
-  // Releases sequences whose lease has ended and appends that fell silent.
-  void Expire(TimePoint now);
+  // Releases sequences whose lease has ended and appends that fell silent. `waits` says whether a
+  // request of an append is in the queue: then it is not the caller who is silent.
+  void Expire(TimePoint now, const std::function<bool(AppendId)>& waits);
   // Whether Expire has anything to watch.
   bool HasTimers() const { return sequences_.leased() > 0 || !appends_.empty(); }
 
@@ -62,7 +63,7 @@ class EngineCore {
     bool replay = false;
     std::vector<std::vector<bool>> covered;  // [layer_count][count]
     std::int64_t missing = 0;                // (layer, token) pairs
-    TimePoint last_activity;
+    TimePoint last_activity;                 // when a request of it last waited or ended
     std::function<void(Status)> on_lost;
   };
 

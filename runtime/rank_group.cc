@@ -16,6 +16,7 @@ namespace dcp {
 namespace {
 
 constexpr Nanos kSpin = std::chrono::microseconds(50);
+constexpr int kRebuilds = 3;  // attempts after one failure
 
 std::size_t Index(int rank) { return static_cast<std::size_t>(rank); }
 
@@ -240,13 +241,19 @@ StepOutcome RankGroup::Run(const std::shared_ptr<StepBuffers>& buffers) {
 }
 
 void RankGroup::Rebuild() {
-  ++epoch_;
-  if (const Status status = Connect(); !status.ok()) {
-    down_ = true;
-    log::error("cannot rebuild the group: {}", status.ToString());
-    return;
+  // A rank may fail again while the new group agrees. As long as every rank comes back from that, a
+  // further group can be made.
+  for (int attempt = 1; attempt <= kRebuilds && !down_; ++attempt) {
+    ++epoch_;
+    const Status status = Connect();
+    if (status.ok()) {
+      log::info("group rebuilt, epoch {}", epoch_);
+      return;
+    }
+    log::error("cannot rebuild the group, attempt {} of {}: {}", attempt, kRebuilds,
+               status.ToString());
   }
-  log::info("group rebuilt, epoch {}", epoch_);
+  down_ = true;
 }
 
 }  // namespace dcp

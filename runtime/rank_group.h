@@ -48,8 +48,8 @@ class RankGroup {
   std::shared_ptr<StepBuffers> Buffers();
 
   // Fills ticket, epoch and timeout of the header in buffers->common and runs the step. On failure
-  // aborts the group, waits for the ranks, rebuilds the group under a new epoch or becomes down().
-  // Precondition: !down().
+  // aborts the group, waits for the ranks, rebuilds the group under a new epoch (a few attempts,
+  // each bounded) or becomes down(). Precondition: !down().
   StepOutcome Run(const std::shared_ptr<StepBuffers>& buffers);
 
  private:

@@ -89,7 +89,10 @@ class CallTag final : public CompletionTag {
 
   void Complete(bool ok) noexcept override {
     const std::shared_ptr<RpcCall> keep = std::move(keep_);
-    Guarded(*call_, [&] { (call_->*handler_)(ok); });
+    // By locals: through `this`, GCC 12 calls a null one where it checks for undefined behaviour.
+    Call& call = *call_;
+    const Handler handler = handler_;
+    Guarded(call, [&] { (call.*handler)(ok); });
   }
 
  private:

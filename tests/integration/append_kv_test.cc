@@ -4,6 +4,7 @@
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <functional>
+#include <iostream>
 #include <limits>
 #include <thread>
 
@@ -205,6 +206,29 @@ TEST_CASE("silence ends an append and returns its blocks, while the client waits
   CHECK(CodeAndReason(open.writer->Finish()) == "DEADLINE_EXCEEDED/APPEND_IDLE");
   CHECK(Clock::now() - begin < Millis{2000});
   CHECK(w.State() == before);
+}
+
+// Hidden: takes 30 s.
+TEST_CASE("by default an append may be silent for 30 s", "[.long]") {
+  const TestConfig config;
+  const ServerProcess server(config);
+  TestClient client(server.address(), config);
+  const TestSequence a = client.Create("a");
+  Append open(client, Millis{60000});
+  open.Send(client.Header(a, 1, 0, 20, 0, 2)).Send(client.Chunk(a, 0, 0, 0, 7));
+  REQUIRE(WaitFor([&] { return client.Load().open_appends() == 1; }));
+  const TimePoint begin = Clock::now();
+  std::this_thread::sleep_for(std::chrono::seconds(28));
+  CHECK(client.Load().open_appends() == 1);
+  CHECK(client.Load().free_blocks() == config.blocks - 3);
+  CHECK(CodeAndReason(open.writer->Finish()) == "DEADLINE_EXCEEDED/APPEND_IDLE");
+  const auto silent = std::chrono::duration_cast<Millis>(Clock::now() - begin);
+  std::cout << "the append was ended after " << silent.count() << " ms\n";
+  CHECK(silent > Millis{29500});
+  CHECK(silent < Millis{32000});
+  CHECK(client.Load().open_appends() == 0);
+  CHECK(client.Load().free_blocks() == config.blocks);
+  CHECK(client.Get(a).layer_lengths(0) == 0);
 }
 
 TEST_CASE("release cancels an open append at once") {

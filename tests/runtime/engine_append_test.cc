@@ -1,7 +1,9 @@
 // AppendKv: reserve, write chunks, commit or cancel; and everything that may happen in between.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <catch2/catch.hpp>
+#include <future>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -632,9 +634,9 @@ namespace {
 
 // An engine whose appends fall silent soon; Cluster has no option for it.
 struct IdleEngine {
-  explicit IdleEngine(Millis idle) : config(MakeConfig(Small())) {
+  explicit IdleEngine(Millis idle, EngineHooks hooks = {}) : config(MakeConfig(Small(2, 3))) {
     config.limits.append_idle_timeout = idle;
-    auto made = Engine::Create(config);
+    auto made = Engine::Create(config, std::move(hooks));
     REQUIRE(made.ok());
     engine = *std::move(made);
     const Result<CreateReply> reply = Await<CreateReply>([&](auto done) {
@@ -645,6 +647,21 @@ struct IdleEngine {
     REQUIRE(reply.ok());
     sequence = {"s", reply->generation};
   }
+  Result<AppendId> Begin(Lost& lost, int layer, std::int64_t count) {
+    return Await<AppendId>([&](auto done) {
+      engine->BeginAppend({.sequence = sequence,
+                           .step_id = 1,
+                           .count = count,
+                           .layer_begin = layer,
+                           .layer_count = 1},
+                          lost.Callback(), std::move(done));
+    });
+  }
+  AppendChunk Chunk(int layer, std::int64_t offset) const {
+    return {.layer = layer, .offset = offset, .latents = {DType::kBf16, shape, bytes}};
+  }
+  const std::vector<std::byte> bytes = std::vector<std::byte>(80 * 2);
+  const std::vector<std::int64_t> shape{1, 80};
   EngineConfig config;
   std::unique_ptr<Engine> engine;
   SequenceRef sequence;
@@ -674,24 +691,54 @@ TEST_CASE("an append that falls silent is lost") {
 TEST_CASE("chunks keep an append alive") {
   IdleEngine idle(Millis(2000));
   Lost lost;
-  const Result<AppendId> id = Await<AppendId>([&](auto done) {
-    idle.engine->BeginAppend(
-        {.sequence = idle.sequence, .step_id = 1, .count = 6, .layer_count = 1}, lost.Callback(),
-        std::move(done));
-  });
+  const Result<AppendId> id = idle.Begin(lost, 0, 6);
   REQUIRE(id.ok());
-  const std::vector<std::byte> bytes(80 * 2);
-  const std::vector<std::int64_t> shape{1, 80};
   for (int i = 0; i < 6; ++i) {
     std::this_thread::sleep_for(Millis(500));
     CHECK(Await<AppendId>([&](auto done) {
-            idle.engine->WriteAppend(
-                *id, {.layer = 0, .offset = i, .latents = {DType::kBf16, shape, bytes}},
-                std::move(done));
+            idle.engine->WriteAppend(*id, idle.Chunk(0, i), std::move(done));
           }).ok());
   }
   CHECK(
       Await<AppendReply>([&](auto done) { idle.engine->CommitAppend(*id, std::move(done)); }).ok());
+  CHECK(lost.Get().empty());
+}
+
+TEST_CASE("what waits behind a long request, or takes long itself, is not silence") {
+  constexpr Millis kIdle{250};
+  std::atomic<bool> armed{true};
+  std::promise<void> held, go_on;
+  IdleEngine idle(kIdle, {.rank_fault = [&](int rank, RankPhase phase) {
+                    if (rank == 0 && phase == RankPhase::kWrite && armed.exchange(false)) {
+                      held.set_value();
+                      go_on.get_future().wait();
+                    }
+                    return Status::Ok();
+                  }});
+  Lost lost, silent;
+  const Result<AppendId> slow = idle.Begin(lost, 0, 1), waiting = idle.Begin(lost, 1, 1);
+  REQUIRE((slow.ok() && waiting.ok() && idle.Begin(silent, 2, 1).ok()));
+
+  std::vector<std::promise<Status>> answers(2);
+  const auto write = [&](std::size_t i, AppendId id) {
+    idle.engine->WriteAppend(
+        id, idle.Chunk(static_cast<int>(i), 0),
+        [&, i](const Result<AppendId>& reply) { answers[i].set_value(reply.status()); });
+  };
+  write(0, *slow);
+  held.get_future().wait();
+  write(1, *waiting);
+  std::this_thread::sleep_for(2 * kIdle);
+  go_on.set_value();
+  CHECK(answers[0].get_future().get().ToString() == Status::Ok().ToString());
+  CHECK(answers[1].get_future().get().ToString() == Status::Ok().ToString());
+  // The engine was no less busy for the one of which nothing came.
+  CHECK(Eventually([&] { return silent.Get() == std::vector{Reason::kAppendIdle}; }));
+  for (const AppendId id : {*slow, *waiting}) {
+    CHECK(Await<AppendReply>([&](auto done) {
+            idle.engine->CommitAppend(id, std::move(done));
+          }).ok());
+  }
   CHECK(lost.Get().empty());
 }
 

@@ -714,12 +714,49 @@ TEST_CASE("a drain waits for the step that runs and gives up at its deadline") {
   CHECK(answer.get_future().get().ok());
 }
 
-TEST_CASE("the group fails again while it is rebuilt: down, and no hang") {
+// Ranks enter the exchange when a new group agrees; one that has failed before enters it only then.
+TEST_CASE("a rank fails again while the group is rebuilt, and comes back: the group is rebuilt") {
+  const int ranks = GENERATE(1, 2, 4);
+  const Kind kind = GENERATE(Kind::kFail, Kind::kStall);
+  INFO("ranks " << ranks << (kind == Kind::kFail ? " fails" : " stalls"));
+  const auto faults = std::make_shared<Faults>();
+  faults->ReleaseAfterAbort(Millis(kTimeoutMs / 5));
+  Cluster cluster(
+      With(faults, ranks, ExchangeKind::kA2a, kind == Kind::kFail ? kNeverLateMs : kTimeoutMs));
+  const TestSequence s = cluster.Create("s", 1);
+  cluster.Append(s, 1, 0, 9);
+  const std::uint64_t epoch = cluster.engine().info().epoch;
+  faults->Arm(ranks - 1, RankPhase::kAttend, Kind::kFail);
+  for (int i = 0; i < 2; ++i) faults->Arm(ranks - 1, RankPhase::kExchange, kind);
+  const StepSpec step{.step_id = 2, .items = {{&s, 9, 2}}};
+  CheckNames(cluster.Step(step).status(), ranks - 1, RankPhase::kAttend);
+  CHECK(faults->AllFired());
+  CHECK(cluster.engine().state() == EngineState::kServing);
+  CHECK(cluster.engine().info().epoch > epoch + 1);
+  CHECK(cluster.engine().load().rank_failures == 1);
+  CheckReadsBack(cluster, s, 9);
+  cluster.StepChecked(step);
+}
+
+TEST_CASE("a rank is stuck while the group is rebuilt: down, without a further attempt") {
+  const auto faults = std::make_shared<Faults>();
+  Cluster cluster(With(faults, 2, ExchangeKind::kA2a));
+  const TestSequence s = cluster.Create("s", 1);
+  faults->Arm(0, RankPhase::kAttend, Kind::kFail);
+  faults->Arm(0, RankPhase::kExchange, Kind::kStall);
+  faults->Arm(0, RankPhase::kExchange, Kind::kFail);  // of a further attempt
+  CheckNames(cluster.Step({.step_id = 1, .items = {{&s, 0, 1}}}).status(), 0, RankPhase::kAttend);
+  CHECK(Eventually([&] { return cluster.engine().state() == EngineState::kRanksDown; }));
+  CHECK_FALSE(faults->AllFired());
+  faults->Release();
+}
+
+TEST_CASE("the group fails each time it is rebuilt: down, and no hang") {
   const auto faults = std::make_shared<Faults>();
   Cluster cluster(With(faults, 1, ExchangeKind::kA2a, kNeverLateMs));
   const TestSequence s = cluster.Create("s", 1);
   faults->Arm(0, RankPhase::kAttend, Kind::kFail);
-  faults->Arm(0, RankPhase::kExchange, Kind::kFail);  // entered when the new group agrees
+  for (int i = 0; i < 3; ++i) faults->Arm(0, RankPhase::kExchange, Kind::kFail);
   CheckNames(cluster.Step({.step_id = 1, .items = {{&s, 0, 1}}}).status(), 0, RankPhase::kAttend);
   CHECK(faults->AllFired());
   CHECK(Eventually([&] { return cluster.engine().state() == EngineState::kRanksDown; }));
