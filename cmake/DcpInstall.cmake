@@ -24,6 +24,10 @@ install(FILES ${PROJECT_BINARY_DIR}/dcpConfig.cmake ${PROJECT_BINARY_DIR}/dcpCon
 # The way from the .pc file up to the prefix: lib/pkgconfig or lib/<triplet>/pkgconfig.
 file(RELATIVE_PATH pc_to_prefix /${pkgconfig_dir} /)
 string(REGEX REPLACE "/$" "" pc_to_prefix ${pc_to_prefix})
+if(DCP_CUDA)
+  set(pc_cuda_libs " -L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt")
+  set(pc_cuda_cflags " -DDCP_WITH_CUDA -I${CUDAToolkit_INCLUDE_DIRS}")
+endif()
 configure_file(${PROJECT_SOURCE_DIR}/cmake/dcp.pc.in ${PROJECT_BINARY_DIR}/dcp.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/dcp.pc DESTINATION ${pkgconfig_dir})
 
