@@ -175,6 +175,7 @@ class Worker {
                                         std::as_writable_bytes(std::span(all)), deadline,
                                         StreamRef::Host()));
     for (std::size_t r = 0; r < all.size(); ++r) {
+      // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): every bit counts, the scale's too
       if (std::memcmp(&all[r], &mine, sizeof(mine)) != 0) {
         return Status(Reason::kBackendContract,
                       "rank " + std::to_string(r) + " (" + std::string(all[r].backend) +

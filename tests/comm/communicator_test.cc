@@ -11,8 +11,7 @@
 #include "base/bf16.h"
 #include "comm/in_process.h"
 
-using namespace dcp;
-
+namespace dcp {
 namespace {
 
 struct CommunicatorEntry {
@@ -208,3 +207,5 @@ TEST_CASE("ranks that call different operations are told so") {
     for (const Status& s : statuses) CHECK(s.reason() == Reason::kRankFailed);
   }
 }
+
+}  // namespace dcp

@@ -6,7 +6,7 @@
 
 #include "tests/support/cluster.h"
 
-using namespace dcp;
+namespace dcp {
 
 TEST_CASE("a broken rule is named by key, value and rule") {
   const EngineConfig good = testing::MakeConfig({});
@@ -67,3 +67,5 @@ TEST_CASE("a pool larger than the host's memory is refused with the numbers") {
   CHECK(engine.status().reason() == Reason::kKvCapacity);
   CHECK(engine.status().message().find("GiB") != std::string::npos);
 }
+
+}  // namespace dcp

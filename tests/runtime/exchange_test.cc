@@ -11,8 +11,7 @@
 
 #include "comm/in_process.h"
 
-using namespace dcp;
-
+namespace dcp {
 namespace {
 
 constexpr ExchangeKind kExchanges[] = {ExchangeKind::kAgRs, ExchangeKind::kA2a};
@@ -252,3 +251,5 @@ TEST_CASE("random partials merge to the float64 answer") {
     }
   }
 }
+
+}  // namespace dcp
