@@ -115,6 +115,7 @@ Result<std::vector<std::unique_ptr<Communicator>>> MakeInProcessGroup(const Grou
   }
   auto group = std::make_shared<Meeting>(spec.size);
   std::vector<std::unique_ptr<Communicator>> ranks;
+  ranks.reserve(static_cast<std::size_t>(spec.size));
   for (int r = 0; r < spec.size; ++r) ranks.push_back(std::make_unique<InProcess>(group, r));
   return ranks;
 }

@@ -54,29 +54,16 @@ class Engine::Impl {
   // Requests beyond the queue's capacity are refused. Those of open appends are not counted against
   // it: the number of appends and one chunk of each in flight bound them.
   void Post(Command command) {
-    Status refusal;
-    {
-      const std::lock_guard lock(mutex_);
-      const EngineState state = state_.load(std::memory_order_relaxed);
-      if (state == EngineState::kRanksDown) {
-        refusal = RanksDown();
-      } else if (state == EngineState::kDraining || stop_) {
-        refusal = Draining();
-      } else if (command.append == 0 &&
-                 queue_.size() >= static_cast<std::size_t>(info_.config.limits.max_queue)) {
-        refusal = Status(Reason::kOverloaded,
-                         "limits.max_queue = " + std::to_string(info_.config.limits.max_queue) +
-                             " requests are waiting");
-      } else {
-        queue_.push_back(std::move(command));
-        queued_.store(static_cast<int>(queue_.size()), std::memory_order_release);
-      }
-    }
-    if (refusal.ok()) {
-      wake_.notify_one();
-    } else {
+    std::unique_lock lock(mutex_);
+    if (Status refusal = Refusal(command); !refusal.ok()) {
+      lock.unlock();
       command.refuse(std::move(refusal));
+      return;
     }
+    queue_.push_back(std::move(command));
+    queued_.store(static_cast<int>(queue_.size()), std::memory_order_release);
+    lock.unlock();
+    wake_.notify_one();
   }
 
   // A request whose answer is what `op` returns on the engine's thread.
@@ -155,6 +142,19 @@ class Engine::Impl {
     core_->LoseAppends(Draining());
   }
 
+  // Why a request cannot be queued. Precondition: mutex_ is held.
+  Status Refusal(const Command& command) const {
+    const EngineState state = state_.load(std::memory_order_relaxed);
+    if (state == EngineState::kRanksDown) return RanksDown();
+    if (state == EngineState::kDraining || stop_) return Draining();
+    const auto capacity = static_cast<std::size_t>(info_.config.limits.max_queue);
+    if (command.append == 0 && queue_.size() >= capacity) {
+      return Status(Reason::kOverloaded,
+                    "limits.max_queue = " + std::to_string(capacity) + " requests are waiting");
+    }
+    return Status::Ok();
+  }
+
   // Whether a request of this append is in the queue.
   bool Waits(AppendId append) {
     const std::lock_guard lock(mutex_);
@@ -221,7 +221,7 @@ StepHandle Engine::Impl::Submit(StepRequest request, Done<StepReply> done) {
     std::shared_ptr<std::atomic<bool>> cancelled = std::make_shared<std::atomic<bool>>(false);
   };
   auto job = std::make_shared<Job>(Job{.request = std::move(request), .done = std::move(done)});
-  const StepHandle handle(job->cancelled);
+  StepHandle handle(job->cancelled);
   const auto run = [this, job, submitted, deadline = submitted + timeout] {
     const TimePoint start = Clock::now();
     Result<StepReply> reply = [&]() -> Result<StepReply> {

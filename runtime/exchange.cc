@@ -184,7 +184,8 @@ struct ExchangeRun {
     for (int t = 0; t < args.tokens; ++t) {
       bool owned[kMaxRanks];
       for (int r = 0; r < s.ranks; ++r) {
-        owned[r] = args.bounds[static_cast<std::size_t>(r * args.tokens + t)] > 0;
+        owned[r] = args.bounds[static_cast<std::size_t>(r) * static_cast<std::size_t>(args.tokens) +
+                               static_cast<std::size_t>(t)] > 0;
       }
       for (int h = 0; h < heads; ++h) {
         const std::size_t index = static_cast<std::size_t>(t) * static_cast<std::size_t>(heads) +

@@ -62,10 +62,9 @@ RankGroup::~RankGroup() {
   for (auto& port : ports_) closing.emplace_back([&port] { port.reset(); });
 }
 
-Result<std::unique_ptr<RankGroup>> RankGroup::Create(std::shared_ptr<const EngineConfig> config,
-                                                     const BackendEntry& backend, bool poison_kv,
-                                                     RankFaultHook fault, MakeRankPortFn make_port,
-                                                     MakeGroupFn make_group) {
+Result<std::unique_ptr<RankGroup>> RankGroup::Create(
+    const std::shared_ptr<const EngineConfig>& config, const BackendEntry& backend, bool poison_kv,
+    const RankFaultHook& fault, const MakeRankPortFn& make_port, MakeGroupFn make_group) {
   std::unique_ptr<RankGroup> group(new RankGroup(config));
   group->make_group_ = std::move(make_group);
   const int threads = config->ranks.cpu_threads > 0

@@ -35,10 +35,10 @@ struct StepOutcome {
 class RankGroup {
  public:
   // Makes every rank, connects them and has them agree on their contract.
-  static Result<std::unique_ptr<RankGroup>> Create(std::shared_ptr<const EngineConfig> config,
-                                                   const BackendEntry& backend, bool poison_kv,
-                                                   RankFaultHook fault, MakeRankPortFn make_port,
-                                                   MakeGroupFn make_group);
+  static Result<std::unique_ptr<RankGroup>> Create(
+      const std::shared_ptr<const EngineConfig>& config, const BackendEntry& backend,
+      bool poison_kv, const RankFaultHook& fault, const MakeRankPortFn& make_port,
+      MakeGroupFn make_group);
   ~RankGroup();
 
   std::uint64_t epoch() const { return epoch_; }

@@ -32,11 +32,11 @@ inline constexpr std::string_view kFaultNames[] = {
 
 #if defined(DCP_SABOTAGE)
 inline bool Sabotaged(Fault fault) {
-  static const std::string_view chosen = [] {
+  static const std::string_view kChosen = [] {
     const char* name = std::getenv("DCP_SABOTAGE_FAULT");
     return std::string_view(name == nullptr ? "" : name);
   }();
-  return kFaultNames[static_cast<int>(fault)] == chosen;
+  return kFaultNames[static_cast<int>(fault)] == kChosen;
 }
 #else
 constexpr bool Sabotaged(Fault) { return false; }

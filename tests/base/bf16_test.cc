@@ -3,7 +3,7 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 
-using namespace dcp;
+namespace dcp {
 
 TEST_CASE("bf16 rounds to nearest even") {
   CHECK(ToBf16(1.0f).bits == 0x3f80);
@@ -28,3 +28,5 @@ TEST_CASE("every bf16 survives the round trip, NaN stays NaN") {
   // A NaN whose payload sits in the lower half must not become an infinity.
   CHECK(std::isnan(ToFloat(ToBf16(std::bit_cast<float>(0x7f800001u)))));
 }
+
+}  // namespace dcp

@@ -4,7 +4,7 @@
 #include <set>
 #include <string>
 
-using namespace dcp;
+namespace dcp {
 
 TEST_CASE("a status has the code of its reason") {
   const Status status = Status(Reason::kLengthConflict, "length is 3").With("actual_length", "3");
@@ -45,3 +45,5 @@ TEST_CASE("results carry a value or an error through the macros") {
   CHECK(Quarter(6).status().reason() == Reason::kShape);
   CHECK_FALSE(Quarter(7).ok());
 }
+
+}  // namespace dcp

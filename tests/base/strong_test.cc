@@ -3,8 +3,7 @@
 #include <catch2/catch.hpp>
 #include <concepts>
 
-using namespace dcp;
-
+namespace dcp {
 namespace {
 template <class A, class B>
 concept Addable = requires(A a, B b) {
@@ -22,3 +21,5 @@ TEST_CASE("units do not mix") {
   CHECK((Tokens(3) + Tokens(4)).value() == 7);
   CHECK(Tokens(3) < Tokens(4));
 }
+
+}  // namespace dcp

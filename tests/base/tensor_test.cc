@@ -5,8 +5,7 @@
 #include <limits>
 #include <vector>
 
-using namespace dcp;
-
+namespace dcp {
 namespace {
 constexpr std::array<std::int64_t, 2> kWanted{3, 5};
 
@@ -45,3 +44,5 @@ TEST_CASE("a message says what was given and what was expected, and stays short"
   CHECK(status.message().size() < 400);
   CHECK(status.message().find("[3, 5]") != std::string::npos);
 }
+
+}  // namespace dcp

@@ -11,9 +11,10 @@
 #include "base/bf16.h"
 #include "tests/comm/communicators.h"
 
-using namespace dcp;
-using dcp::testing::CommunicatorEntry;
-using dcp::testing::Communicators;
+namespace dcp {
+
+using testing::CommunicatorEntry;
+using testing::Communicators;
 
 namespace {
 
@@ -218,3 +219,5 @@ TEST_CASE("ranks that call different operations fail within the deadline") {
     for (const Status& s : statuses) CHECK(s.reason() == Reason::kRankFailed);
   }
 }
+
+}  // namespace dcp

@@ -8,7 +8,7 @@
 
 #include "tests/support/cluster.h"
 
-using namespace dcp;
+namespace dcp {
 
 TEST_CASE("a broken rule is named by key, value and rule") {
   const EngineConfig good = testing::MakeConfig({});
@@ -102,3 +102,5 @@ TEST_CASE("CUDA ranks where they cannot be are refused with the reason") {
   CHECK(engine.status().reason() == Reason::kConfig);
   CHECK(engine.status().message().find("CUDA") != std::string::npos);
 }
+
+}  // namespace dcp

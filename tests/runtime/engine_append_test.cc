@@ -12,9 +12,7 @@
 #include "runtime/engine.h"
 #include "tests/support/cluster.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 using Lengths = std::vector<std::int64_t>;
@@ -939,3 +937,5 @@ TEST_CASE("an append larger than a step of the ranks") {
   cluster.StepChecked({.step_id = 2, .items = {{&s, 4001, 2}}});
   ReleaseAllAndCheck(cluster, {&s});
 }
+
+}  // namespace dcp::testing

@@ -24,9 +24,7 @@
 #include "runtime/engine.h"
 #include "tests/support/cluster.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 constexpr int kThreads = 16;
@@ -485,6 +483,7 @@ void RunHammer(const ClusterOptions& options) {
   Cluster cluster(options);
   World world(cluster);
   std::vector<std::thread> threads;
+  threads.reserve(kThreads);
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&world, t] { Hammer(world, t).Run(); });
   }
@@ -545,3 +544,5 @@ TEST_CASE("16 threads on overlapping sequences: ag_rs, 4 ranks") {
              .exchange = ExchangeKind::kAgRs,
              .timeout_ms = 60000});
 }
+
+}  // namespace dcp::testing

@@ -34,9 +34,7 @@
 #include "runtime/engine.h"
 #include "tests/support/cluster.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 constexpr Reason kNotOfTheEngine[] = {
@@ -1464,3 +1462,5 @@ TEST_CASE("random requests are answered as the model predicts") {
     }
   }
 }
+
+}  // namespace dcp::testing

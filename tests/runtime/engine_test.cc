@@ -8,9 +8,7 @@
 
 #include "tests/support/cluster.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 std::int64_t Length(Cluster& cluster, const TestSequence& s, int layer = 0) {
@@ -585,3 +583,5 @@ TEST_CASE("KV memory: a token costs its latents and no more") {
         1.01 * static_cast<double>(latents) + static_cast<double>(bytes_per_block));
   CHECK(bytes_per_block == info.block_tokens * 2 * info.config.model.d_qk() * layers);
 }
+
+}  // namespace dcp::testing

@@ -9,9 +9,7 @@
 
 #include "tests/runtime/exchange_problem.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 constexpr ExchangeKind kExchanges[] = {ExchangeKind::kAgRs, ExchangeKind::kA2a};
@@ -170,3 +168,5 @@ TEST_CASE("random partials merge to the float64 answer") {
     }
   }
 }
+
+}  // namespace dcp::testing

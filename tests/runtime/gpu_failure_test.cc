@@ -10,9 +10,7 @@
 #include "tests/support/cluster.h"
 #include "tests/support/gpu.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 constexpr RankPhase kPhases[] = {RankPhase::kWrite, RankPhase::kAttend, RankPhase::kExchange,
@@ -113,3 +111,5 @@ TEST_CASE("a GPU rank that stalls: an error within the bound, and the engine say
     }
   }
 }
+
+}  // namespace dcp::testing

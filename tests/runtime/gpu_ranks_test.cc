@@ -7,9 +7,7 @@
 #include "tests/support/cluster.h"
 #include "tests/support/gpu.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 constexpr ExchangeKind kExchanges[] = {ExchangeKind::kA2a, ExchangeKind::kAgRs};
@@ -150,3 +148,5 @@ TEST_CASE("what cannot run is refused with the reason") {
   options = Options(OnSharedDevices(2), 2, 4, 1, ExchangeKind::kA2a);
   CHECK(Engine::Create(MakeConfig(options)).ok());
 }
+
+}  // namespace dcp::testing

@@ -9,9 +9,7 @@
 #include "tests/support/cluster.h"
 #include "tests/support/gpu.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 constexpr ExchangeKind kExchanges[] = {ExchangeKind::kA2a, ExchangeKind::kAgRs};
@@ -149,3 +147,5 @@ TEST_CASE("the same step fifty times gives the same bits") {
     }
   }
 }
+
+}  // namespace dcp::testing

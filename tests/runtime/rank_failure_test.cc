@@ -15,9 +15,7 @@
 #include "runtime/engine.h"
 #include "tests/support/cluster.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -762,3 +760,5 @@ TEST_CASE("the group fails each time it is rebuilt: down, and no hang") {
   CHECK(Eventually([&] { return cluster.engine().state() == EngineState::kRanksDown; }));
   CheckDown(cluster.Step({.step_id = 1, .items = {{&s, 0, 1}}}).status());
 }
+
+}  // namespace dcp::testing

@@ -4,8 +4,7 @@
 #include <catch2/catch.hpp>
 #include <vector>
 
-using namespace dcp;
-
+namespace dcp {
 namespace {
 
 constexpr int kInterleaves[] = {1, 2, 3, 4, 16, 64};
@@ -107,3 +106,5 @@ TEST_CASE("the map is constexpr and checks its rules") {
   CHECK(ShardMap::Check(2, 3, 16).reason() == Reason::kConfig);  // a run would cross pages
   CHECK(ShardMap::Check(2, 32, 16).reason() == Reason::kConfig);
 }
+
+}  // namespace dcp

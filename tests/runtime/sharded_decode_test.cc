@@ -8,9 +8,7 @@
 #include "tests/support/cluster.h"
 #include "tests/support/serialising_port.h"
 
-using namespace dcp;
-using namespace dcp::testing;
-
+namespace dcp::testing {
 namespace {
 
 std::set<std::int64_t> Lengths(int ranks) {
@@ -129,3 +127,5 @@ TEST_CASE("the answer does not depend on what else is in the batch") {
     }
   }
 }
+
+}  // namespace dcp::testing
