@@ -101,9 +101,11 @@ class Handle {
     }
   }
 
-  // What NCCL came to by the deadline; ncclInProgress if nothing, or if it is to be given up.
-  ncclResult_t PollUntil(TimePoint deadline) {
-    return Poll(deadline, [this] { return closing_.load(std::memory_order_relaxed); });
+  // What NCCL came to by the deadline; ncclInProgress if nothing, or if it is given up: when stop()
+  // says so or by Abort.
+  template <class Stop>
+  ncclResult_t PollUntil(TimePoint deadline, Stop stop) {
+    return Poll(deadline, [&] { return closing_.load(std::memory_order_relaxed) || stop(); });
   }
 
  private:
@@ -232,14 +234,16 @@ class NcclRank final : public Communicator {
     }
     last_op_ = op;
     if (group_->poisoned()) return GiveUp(group_->Error());
+    group_->Begin(rank_);
     const ncclResult_t result = handle_->With([&](ncclComm_t comm) {
       const ncclResult_t begun = f(comm);
-      return begun == ncclInProgress ? handle_->PollUntil(deadline) : begun;
+      return begun == ncclInProgress
+                 ? handle_->PollUntil(deadline, [this] { return group_->poisoned(); })
+                 : begun;
     });
     if (group_->poisoned()) return GiveUp(group_->Error());
     if (result == ncclInProgress) return GiveUp(Late());
     if (result != ncclSuccess) return GiveUp(Failed(nccl_, rank_, OpName(op), result));
-    group_->Begin(rank_);
     return Status::Ok();
   }
 
@@ -291,7 +295,6 @@ Result<std::vector<std::unique_ptr<Communicator>>> MakeGroup(const std::vector<i
     if (result == ncclInProgress) result = ncclSuccess;
   }
   const ncclResult_t end = nccl->group_end();
-  cudaSetDevice(before);
   if (result == ncclSuccess && end != ncclInProgress) result = end;
   if (result != ncclSuccess) return Failed(*nccl, 0, "ncclCommInitRankConfig", result);
 
@@ -302,7 +305,7 @@ Result<std::vector<std::unique_ptr<Communicator>>> MakeGroup(const std::vector<i
     handles.push_back(std::make_shared<Handle>(*nccl, comms[r], devices[r]));
   }
   for (std::size_t r = 0; r < devices.size(); ++r) {
-    const ncclResult_t state = handles[r]->PollUntil(deadline);
+    const ncclResult_t state = handles[r]->PollUntil(deadline, [] { return false; });
     if (state == ncclSuccess) continue;
     for (const auto& handle : handles) Handle::Abort(handle);
     if (state != ncclInProgress) return Failed(*nccl, static_cast<int>(r), "init", state);
@@ -311,12 +314,14 @@ Result<std::vector<std::unique_ptr<Communicator>>> MakeGroup(const std::vector<i
   }
   std::vector<std::unique_ptr<Communicator>> ranks;
   for (std::size_t r = 0; r < devices.size(); ++r) {
+    DCP_RETURN_IF_ERROR(cuda::UseDevice(devices[r]));
     DCP_ASSIGN_OR_RETURN(cuda::DeviceBuffer token,
                          cuda::DeviceBuffer::Create(devices[r], sizeof(std::int32_t), "a barrier"));
     DCP_RETURN_IF_ERROR(cuda::Check(cudaMemset(token.data(), 0, token.size()), "cudaMemset"));
     ranks.push_back(std::make_unique<NcclRank>(*nccl, group, handles[r], static_cast<int>(r),
                                                std::move(token)));
   }
+  cudaSetDevice(before);
   return ranks;
 }
 
