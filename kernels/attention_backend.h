@@ -95,6 +95,8 @@ struct Capabilities {
   int dim_multiple;
   int max_query_tokens;  // tokens of one entry in one step
   bool deterministic;    // same inputs, same bits, whatever else is in the batch
+  int only_d_v;          // the only d_v; 0: any
+  int page_multiple;     // of which page_tokens must be a multiple
 };
 
 class AttentionBackend {
