@@ -43,8 +43,6 @@ constexpr int kStages = 2;
 constexpr std::uint32_t kTileBytes = kBlockKeys * device::kTileColumns * 2;
 constexpr int kValueTiles = kDv / device::kTileColumns;
 constexpr int kMaxTiles = kValueTiles + 1;
-constexpr int kHalfTiles = kValueTiles / 2;
-constexpr int kHalf = kDv / 2;
 
 // Parts of a stage: value tiles of group 0, of group 1, the tile beside the values.
 enum Part { kLeft, kRight, kBeside, kParts };
@@ -60,6 +58,8 @@ struct State {
   std::int32_t not_finite[2][kBlockKeys];
 };
 
+}  // namespace
+
 // Tiles of a row, and where things lie in shared memory, in bytes.
 template <int kTilesOfRow>
 struct Layout {
@@ -72,10 +72,16 @@ struct Layout {
   static constexpr std::uint32_t kBytes = kState + sizeof(State);
 };
 
+namespace {
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// Together no more than the kernel starts with, 168 for each thread: else it waits for ever.
 constexpr int kProducerRegisters = 24;
 constexpr int kGroupRegisters = 240;
+static_assert(2 * kGroupRegisters + kProducerRegisters <= 3 * 168);
+constexpr int kHalfTiles = kValueTiles / 2;
+constexpr int kHalf = kDv / 2;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr float kSlack = 8;  // in powers of 2
 
@@ -129,7 +135,7 @@ class Producer {
   __device__ void Run() {
     const DeviceStep& step = *p_.step;
     const std::byte* const plan = step.plan;
-    first_row_ = static_cast<std::int32_t>(step.kv_offset / p_.d_qk);
+    first_row_ = static_cast<std::int32_t>(step.kv_offset / (L::kTiles * device::kTileColumns));
     const int boxes_per_block = kBlockKeys / p_.box_keys;
     std::uint32_t block = 0;
     for (int i = static_cast<int>(blockIdx.x); i >= 0; i = item_.next) {

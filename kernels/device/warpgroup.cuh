@@ -27,11 +27,16 @@ __device__ __forceinline__ void ArriveNamed(int barrier, int threads) {
 
 // A kernel launched behind this one with programmatic stream serialization may start when all
 // blocks have said so; there it waits until this one has ended and its writes are visible.
+// GPUs before sm_90 know no such launches.
 __device__ __forceinline__ void LetDependentsStart() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 __device__ __forceinline__ void WaitForPrimary() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 }  // namespace dcp::device
