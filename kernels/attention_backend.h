@@ -93,8 +93,10 @@ struct Capabilities {
   KvFormat kv_format;
   int max_d_qk;  // any d_v <= d_qk <= max_d_qk, both multiples of dim_multiple
   int dim_multiple;
-  int max_query_tokens;  // tokens of one entry in one step
-  bool deterministic;    // same inputs, same bits, whatever else is in the batch
+  int max_query_tokens;   // tokens of one entry in one step
+  bool deterministic;     // same inputs, same bits, whatever else is in the batch
+  int only_d_v = 0;       // the only d_v; 0: any
+  int page_multiple = 1;  // of which page_tokens must be a multiple
 };
 
 class AttentionBackend {

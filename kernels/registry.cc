@@ -43,8 +43,12 @@ std::string WhyNot(const Capabilities& caps, const AttentionGeometry& g, Arch ar
   const std::string multiple = ", needs a multiple of " + std::to_string(caps.dim_multiple);
   unless(g.d_qk % caps.dim_multiple == 0, d_qk + multiple);
   unless(g.d_v % caps.dim_multiple == 0, d_v + multiple);
-  unless(g.page_tokens >= 1,
-         "page_tokens = " + std::to_string(g.page_tokens) + ", needs 1 or more");
+  unless(caps.only_d_v == 0 || g.d_v == caps.only_d_v,
+         d_v + ", needs " + std::to_string(caps.only_d_v));
+  const std::string page_tokens = "page_tokens = " + std::to_string(g.page_tokens);
+  unless(g.page_tokens >= 1, page_tokens + ", needs 1 or more");
+  unless(g.page_tokens % caps.page_multiple == 0,
+         page_tokens + ", needs a multiple of " + std::to_string(caps.page_multiple));
   unless(std::isfinite(g.softmax_scale) && g.softmax_scale > 0,
          "softmax_scale = " + std::to_string(g.softmax_scale) + ", needs a positive number");
   return why;

@@ -38,6 +38,13 @@ __device__ __forceinline__ Blocks4 LoadBlocksTransposed(std::uint32_t row) {
   return b;
 }
 
+// Stores four 8x8 blocks (sm_90 and later); rows and elements as in LoadBlocks.
+__device__ __forceinline__ void StoreBlocks(std::uint32_t row, const std::uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // c += a * b; a is 16 x 16, b is 16 x 8, c is 16 x 8 in f32.
 //   a.r: blocks (rows 0-7, k 0-7), (rows 8-15, k 0-7), (rows 0-7, k 8-15), (rows 8-15, k 8-15)
 //   b0, b1: k = 2t, 2t + 1 and k = 2t + 8, 2t + 9 of column g

@@ -12,6 +12,8 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
+// Small ones keep long problems affordable; not every backend serves them.
+constexpr Dims kSmallAndFull[] = {{80, 64}, {576, 512}};
 constexpr Dims kDims[] = {{576, 512}, {512, 512}, {320, 256}, {160, 128}, {80, 64}, {16, 16}};
 
 void SetKey(AttentionProblem& p, int entry, int key, int dim, Bf16 value) {
@@ -37,7 +39,8 @@ TEST_CASE("Backends equal a float64 softmax in every declared geometry") {
          .bounds = {{1}, {64}, {0}, {65, 66, 67}, {2, 0, 3}, {513}, {700, 698}},
          .seed = static_cast<unsigned>(dims.d_qk)});
     ForEachBackend(dims, [&](const BackendEntry& entry) {
-      for (const int page_tokens : {1, 16, 64, 256}) {
+      for (const int page_tokens : {1, 16, 24, 64, 256}) {
+        if (!Serves(entry, dims, page_tokens)) continue;
         for (const DType dtype : {DType::kF32, DType::kBf16}) {
           INFO("page_tokens " << page_tokens << ", " << DTypeName(dtype));
           const RunOptions options{
@@ -124,12 +127,16 @@ TEST_CASE("A row's bits depend on nothing but its own query, keys and bound") {
 
 TEST_CASE("A key that is not finite reaches the rows that see it and no other") {
   for (const Bf16 poison : {kBf16NaN, ToBf16(kInf), ToBf16(-kInf)}) {
-    // In the value part and, where there is one, in the rest of the key.
-    for (const int dim : {5, 70}) {
+    // In the value part and in the rest of the key, of small and of large dims.
+    for (const auto& [dims, dim] : {std::pair{kSmallAndFull[0], 5},
+                                    {kSmallAndFull[0], 70},
+                                    {kSmallAndFull[1], 5},
+                                    {kSmallAndFull[1], 510},
+                                    {kSmallAndFull[1], 570}}) {
       // With 7 heads no border between tokens is one between blocks of rows in a register tile.
       AttentionProblem p({.heads = 7,
-                          .d_qk = 80,
-                          .d_v = 64,
+                          .d_qk = dims.d_qk,
+                          .d_v = dims.d_v,
                           .bounds = {{9, 10, 11, 12}, {520, 519, 521}, {40}},
                           .seed = 13});
       const AttentionProblem clean = p;
@@ -162,14 +169,18 @@ TEST_CASE("A key that is not finite reaches the rows that see it and no other") 
 }
 
 TEST_CASE("Infinite scores give what IEEE arithmetic gives") {
-  constexpr int kDim = 70;  // beyond the values
-  AttentionProblem p(
-      {.heads = 2, .d_qk = 80, .d_v = 64, .bounds = {{6}, {6}, {6}, {70}, {1030}}, .seed = 14});
+  const Dims dims = GENERATE(from_range(std::begin(kSmallAndFull), std::end(kSmallAndFull)));
+  const int dim = dims.d_qk - 10;  // beyond the values
+  AttentionProblem p({.heads = 2,
+                      .d_qk = dims.d_qk,
+                      .d_v = dims.d_v,
+                      .bounds = {{6}, {6}, {6}, {70}, {1030}},
+                      .seed = 14});
   for (std::size_t row = 0; row < std::size_t{5} * 2; ++row) {
-    p.query[row * 80 + kDim] = ToBf16(3e38f);
+    p.query[row * dims.d_qk + dim] = ToBf16(3e38f);
   }
-  const auto set = [&p](int entry, int begin, int end, float value) {
-    for (int k = begin; k < end; ++k) SetKey(p, entry, k, kDim, ToBf16(value));
+  const auto set = [&p, dim](int entry, int begin, int end, float value) {
+    for (int k = begin; k < end; ++k) SetKey(p, entry, k, dim, ToBf16(value));
   };
   for (int e = 0; e < 5; ++e) set(e, 0, p.bound[e], 0);
   set(0, 2, 3, -kInf);     // one key weighs nothing

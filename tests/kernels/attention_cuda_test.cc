@@ -133,11 +133,12 @@ bool SameBytes(const Partial& a, const Partial& b) {
          std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * 4) == 0;
 }
 
-// The table's own lines; what the tests' line does to an LSE is not of interest here.
-std::vector<BackendEntry> CudaLines() {
+// The table's own lines for these dims; what the tests' line does to an LSE is not of interest
+// here.
+std::vector<BackendEntry> CudaLines(Dims dims) {
   std::vector<BackendEntry> lines;
   for (const BackendEntry& entry : Backends()) {
-    if (entry.caps.arch == Arch::kCuda) lines.push_back(entry);
+    if (entry.caps.arch == Arch::kCuda && Serves(entry, dims, kPageTokens)) lines.push_back(entry);
   }
   return lines;
 }
@@ -150,7 +151,7 @@ TEST_CASE("Fifty runs give the same bits") {
                             .d_v = 512,
                             .bounds = {{5100}, {700, 701, 702}, {30}, {0}, {1500}},
                             .seed = 12});
-  for (const BackendEntry& entry : CudaLines()) {
+  for (const BackendEntry& entry : CudaLines({p.d_qk, p.d_v})) {
     Bench bench(entry, p, p.tokens());
     const cuda::DeviceBuffer kv = DeviceBytes(std::size_t{256} * kPageTokens * 576 * 2);
     RequireOk(cuda::FillAsync(kv.data(), 0xff, kv.size(), TestStream().ref()));
@@ -171,7 +172,8 @@ TEST_CASE("A row has the same bits alone, split over blocks, and in a large batc
   bounds[8] = {20'000, 19'999};
   bounds[9] = {0, 3};
   const AttentionProblem p({.heads = 16, .d_qk = 80, .d_v = 64, .bounds = bounds, .seed = 21});
-  for (const BackendEntry& entry : CudaLines()) {
+  for (const BackendEntry& entry : CudaLines({p.d_qk, p.d_v})) {
+    if (!entry.caps.deterministic) continue;
     const Partial whole = RunBackend(entry, p, {});
     CHECK(Mismatch(entry, p, whole, DType::kF32) == "");
     for (const int token : {0, 13, 14, 15, 16, 17, 18, 400}) {
@@ -182,28 +184,63 @@ TEST_CASE("A row has the same bits alone, split over blocks, and in a large batc
   }
 }
 
-TEST_CASE("Chunks of every size are right") {
-  const AttentionProblem p({.heads = 2,
-                            .d_qk = 80,
-                            .d_v = 64,
-                            .bounds = {{70'000, 69'999}, {40'000}, {16'385}},
-                            .seed = 22});
-  for (const BackendEntry& entry : CudaLines()) {
-    CHECK(Mismatch(entry, p, RunBackend(entry, p, {.page_tokens = 64}), DType::kF32) == "");
+TEST_CASE("Long entries split in many ways are right") {
+  for (const Dims dims : {Dims{80, 64}, Dims{576, 512}}) {
+    const AttentionProblem p({.heads = 2,
+                              .d_qk = dims.d_qk,
+                              .d_v = dims.d_v,
+                              .bounds = {{70'000, 69'999}, {40'000}, {16'385}},
+                              .seed = 22});
+    for (const BackendEntry& entry : CudaLines(dims)) {
+      CHECK(Mismatch(entry, p, RunBackend(entry, p, {.page_tokens = 64}), DType::kF32) == "");
+    }
+  }
+}
+
+TEST_CASE("Steps of many shapes are right") {
+  struct Shape {
+    int heads;
+    Bounds bounds;
+  };
+  const std::vector<Shape> shapes = {
+      {128, {{64}, {65}, {127}, {128}, {129}, {0}, {1}}},
+      {128, {{2000, 2001}, {300}, {64, 64, 65, 66}}},
+      {16, {{100, 101, 101, 102, 103, 103, 104, 105}, {4000}}},
+      {48, {{0, 0, 1, 1}, {191, 192, 192, 193}, {900}}},
+      {1, std::vector<std::vector<int>>(300, {130})},
+      {64, std::vector<std::vector<int>>(140, {70})},
+  };
+  for (const Shape& shape : shapes) {
+    for (const int d_qk : {576, 512}) {
+      const AttentionProblem p(
+          {.heads = shape.heads, .d_qk = d_qk, .bounds = shape.bounds, .seed = 26});
+      for (const BackendEntry& entry : CudaLines({p.d_qk, p.d_v})) {
+        for (const DType dtype : {DType::kF32, DType::kBf16}) {
+          INFO(entry.name << ", heads " << shape.heads << ", d_qk " << d_qk);
+          const Partial partial =
+              RunBackend(entry, p, {.page_tokens = kPageTokens, .partial_dtype = dtype});
+          CHECK(Mismatch(entry, p, partial, dtype) == "");
+        }
+      }
+    }
   }
 }
 
 TEST_CASE("A captured launch serves other steps") {
-  const AttentionProblem first(
-      {.heads = 24, .d_qk = 80, .d_v = 64, .bounds = {{3000, 3001}, {70}}, .seed = 23});
+  const Dims dims = GENERATE(Dims{80, 64}, Dims{576, 512});
+  const AttentionProblem first({.heads = 24,
+                                .d_qk = dims.d_qk,
+                                .d_v = dims.d_v,
+                                .bounds = {{3000, 3001}, {70}},
+                                .seed = 23});
   const AttentionProblem second({.heads = 24,
-                                 .d_qk = 80,
-                                 .d_v = 64,
+                                 .d_qk = dims.d_qk,
+                                 .d_v = dims.d_v,
                                  .bounds = {{64}, {5000}, {0}, {513, 514}, {1}},
                                  .seed = 24});
-  for (const BackendEntry& entry : CudaLines()) {
+  for (const BackendEntry& entry : CudaLines(dims)) {
     Bench bench(entry, first, 8);
-    const cuda::DeviceBuffer kv = DeviceBytes(std::size_t{256} * kPageTokens * 80 * 2);
+    const cuda::DeviceBuffer kv = DeviceBytes(std::size_t{256} * kPageTokens * dims.d_qk * 2);
     RequireOk(cuda::FillAsync(kv.data(), 0xff, kv.size(), TestStream().ref()));
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t replay = nullptr;
@@ -229,7 +266,7 @@ TEST_CASE("A captured launch serves other steps") {
 TEST_CASE("Pools above 2^31 elements are addressed") {
   constexpr std::int64_t kPages = 64'000;  // of 64 * 576 elements: 2.36e9, 4.7 GB
   const AttentionProblem p({.heads = 4, .bounds = {{200, 201}, {70}}, .seed = 25});
-  for (const BackendEntry& entry : CudaLines()) {
+  for (const BackendEntry& entry : CudaLines({p.d_qk, p.d_v})) {
     Bench bench(entry, p, p.tokens());
     const cuda::DeviceBuffer kv =
         DeviceBytes(static_cast<std::size_t>(kPages) * kPageTokens * 576 * sizeof(Bf16));

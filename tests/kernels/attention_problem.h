@@ -20,14 +20,22 @@ struct Dims {
 // What a program checks; defined by one of host_backends.cc and cuda_backends.cc, which it links.
 std::span<const BackendEntry> BackendsUnderTest();
 
-// Calls f(entry) for each of them that can serve these dims.
+inline bool Serves(const BackendEntry& entry, Dims dims, int page_tokens) {
+  const AttentionGeometry geometry{.heads = 1,
+                                   .d_qk = dims.d_qk,
+                                   .d_v = dims.d_v,
+                                   .page_tokens = page_tokens,
+                                   .softmax_scale = 1};
+  return Supports(entry, geometry, entry.caps.arch).ok();
+}
+
+// Calls f(entry) for each of them that can serve these dims, in pages of 16 and of 64 keys at
+// least.
 template <class F>
 void ForEachBackend(Dims dims, F f) {
   int served = 0;
   for (const BackendEntry& entry : BackendsUnderTest()) {
-    const AttentionGeometry geometry{
-        .heads = 1, .d_qk = dims.d_qk, .d_v = dims.d_v, .page_tokens = 1, .softmax_scale = 1};
-    if (!Supports(entry, geometry, entry.caps.arch).ok()) continue;
+    if (!Serves(entry, dims, 16) || !Serves(entry, dims, 64)) continue;
     INFO("backend " << entry.name << ", dims " << dims.d_qk << "/" << dims.d_v);
     f(entry);
     ++served;

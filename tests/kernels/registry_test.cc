@@ -24,7 +24,9 @@ constexpr Capabilities Host() {
           .max_d_qk = 576,
           .dim_multiple = 16,
           .max_query_tokens = 1,
-          .deterministic = true};
+          .deterministic = true,
+          .only_d_v = 0,
+          .page_multiple = 1};
 }
 
 bool Contains(const Status& status, std::string_view text) {
@@ -88,6 +90,19 @@ TEST_CASE("Supports lists every reason") {
     g.softmax_scale = scale;
     CHECK_FALSE(Supports(entry, g, Arch::kHost).ok());
   }
+}
+
+TEST_CASE("A backend for one d_v and some page sizes refuses the others") {
+  BackendEntry entry{.name = "toy", .priority = 1, .caps = Host(), .make = &MakeNothing};
+  entry.caps.only_d_v = 512;
+  entry.caps.page_multiple = 8;
+  CHECK(Supports(entry, DeepSeek(), Arch::kHost).ok());
+  AttentionGeometry bad = DeepSeek();
+  bad.d_v = 256;
+  bad.page_tokens = 12;
+  const Status status = Supports(entry, bad, Arch::kHost);
+  CHECK(Contains(status, "d_v = 256, needs 512"));
+  CHECK(Contains(status, "page_tokens = 12, needs a multiple of 8"));
 }
 
 TEST_CASE("A failed selection says why for each backend") {
