@@ -1,7 +1,8 @@
 """ctest --show-only=json-v1 on standard input -> lines "label program timeout [arguments]".
 
 One line for each test that runs on a GPU host as it stands: a program of the build's bin folder
-(the argument) with label gpu or multi_gpu, or with label unit and nothing of the server in it.
+(the argument) with label gpu or multi_gpu, or with label unit, nothing of the server in it and no
+label concurrency (large programs that judge threads and time, which the GPU host says nothing about).
 """
 
 import json
@@ -23,7 +24,7 @@ def main() -> None:
         if program.startswith(NEEDS_SERVER) or "sabotage" in labels or "long" in labels:
             continue
         for label in ("unit", "gpu", "multi_gpu"):
-            if label in labels:
+            if label in labels and (label != "unit" or "concurrency" not in labels):
                 timeout = int(properties.get("TIMEOUT", 120))
                 print(label, program, timeout, *command[1:])
 
