@@ -145,16 +145,6 @@ Result<float> Event::Milliseconds(const Event& begin, const Event& end) {
   return ms;
 }
 
-Result<bool> Event::Done() const {
-  const cudaError_t error = cudaEventQuery(raw_);
-  if (error == cudaErrorNotReady) {
-    cudaGetLastError();
-    return false;
-  }
-  DCP_RETURN_IF_ERROR(Check(error, "cudaEventQuery"));
-  return true;
-}
-
 Result<DeviceBuffer> DeviceBuffer::Create(int device, std::size_t bytes, std::string_view what) {
   const ScopedDevice scope(device);
   DeviceBuffer b;

@@ -74,8 +74,7 @@ class Event {
   Status Record(StreamRef stream) const;
   // Records inside a capture: a node that records anew at every replay.
   Status RecordInGraph(StreamRef stream) const;
-  Result<bool> Done() const;
-  // Both made with Timing::kOn and done.
+  // Both made with Timing::kOn and run.
   static Result<float> Milliseconds(const Event& begin, const Event& end);
   cudaEvent_t raw() const { return raw_; }
 

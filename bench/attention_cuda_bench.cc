@@ -10,7 +10,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <ctime>
 #include <limits>
 #include <memory>
 #include <random>
@@ -19,9 +18,9 @@
 #include <vector>
 
 #include "base/cuda.h"
-#include "base/version.h"
 #include "bench/attention_peers.h"
 #include "bench/device_random.h"
+#include "bench/report.h"
 #include "kernels/attention_backend.h"
 
 namespace dcp::bench {
@@ -275,41 +274,20 @@ class Case {
   std::unique_ptr<AttentionBackend> backend_;
 };
 
-std::string Versions() {
-  int driver = 0;
-  int runtime = 0;
-  cudaDriverGetVersion(&driver);
-  cudaRuntimeGetVersion(&runtime);
-  const auto text = [](int v) {
-    return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10);
-  };
-  return "\"driver\": \"" + text(driver) + "\", \"cuda\": \"" + text(runtime) + "\"";
-}
-
-Status WriteJson(const Options& options, const std::string& gpu,
-                 const std::vector<Timing>& timings) {
-  std::FILE* const file = std::fopen(options.json.c_str(), "w");
-  if (file == nullptr) return Status(Reason::kConfig, "cannot write " + options.json);
-  char date[32];
-  const std::time_t now = std::time(nullptr);
-  std::strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
-  std::fprintf(file, "{\n\"gpu\": \"%s\", %s,\n\"git_hash\": \"%s\", \"date\": \"%s\",\n",
-               gpu.c_str(), Versions().c_str(), std::string(kGitHash).c_str(), date);
-  std::fprintf(file, "\"command\": \"%s\",\n\"results\": [", options.command.c_str());
-  for (std::size_t i = 0; i < timings.size(); ++i) {
-    const Timing& t = timings[i];
-    std::fprintf(file,
-                 "%s\n{\"backend\": \"%s\", \"h_q\": %d, \"b\": %d, \"s_q\": %d, \"s_k\": %d, "
-                 "\"ours_us\": %.2f, \"peer_total_us\": %.1f, \"floor_us\": %.1f, "
-                 "\"ratio\": %.3f}",
-                 i == 0 ? "" : ",", t.backend.c_str(), t.peer.heads, t.peer.batch,
-                 t.peer.query_tokens, t.peer.keys, t.ours_us, t.peer.total_us, t.peer.floor_us,
-                 t.ratio());
+std::string JsonRows(const std::vector<Timing>& timings) {
+  std::string rows;
+  for (const Timing& t : timings) {
+    char row[256];
+    std::snprintf(row, sizeof(row),
+                  "%s{\"backend\": \"%s\", \"h_q\": %d, \"b\": %d, \"s_q\": %d, \"s_k\": %d, "
+                  "\"ours_us\": %.2f, \"peer_total_us\": %.1f, \"floor_us\": %.1f, "
+                  "\"ratio\": %.3f}",
+                  rows.empty() ? "" : ",\n", t.backend.c_str(), t.peer.heads, t.peer.batch,
+                  t.peer.query_tokens, t.peer.keys, t.ours_us, t.peer.total_us, t.peer.floor_us,
+                  t.ratio());
+    rows += row;
   }
-  std::fprintf(file, "\n]\n}\n");
-  const bool written = std::ferror(file) == 0;
-  if (std::fclose(file) == 0 && written) return Status::Ok();
-  return Status(Reason::kConfig, "cannot write " + options.json);
+  return rows;
 }
 
 Status RunBackend(const BackendEntry& entry, Memory& memory, const cuda::Stream& stream,
@@ -339,7 +317,6 @@ Status RunBackend(const BackendEntry& entry, Memory& memory, const cuda::Stream&
 }
 
 Status RunAll(const Options& options) {
-  DCP_ASSIGN_OR_RETURN(const cuda::DeviceInfo device, cuda::Describe(options.device));
   DCP_ASSIGN_OR_RETURN(const cuda::Stream stream, cuda::Stream::Create(options.device));
   Memory memory;
   DCP_RETURN_IF_ERROR(Allocate(options, stream.ref(), memory));
@@ -352,13 +329,12 @@ Status RunAll(const Options& options) {
     DCP_RETURN_IF_ERROR(RunBackend(entry, memory, stream, timings));
   }
   if (timings.empty()) return Status(Reason::kConfig, "no CUDA backend has that name");
-  return options.json.empty() ? Status::Ok() : WriteJson(options, device.name, timings);
+  return options.json.empty() ? Status::Ok()
+                              : WriteReport(options.json, options.command, JsonRows(timings));
 }
 
 bool Parse(int argc, char** argv, Options& options) {
-  for (int i = 0; i < argc; ++i) {
-    options.command.append(i == 0 ? "" : " ").append(argv[i]);
-  }
+  options.command = CommandLine(argc, argv);
   for (int i = 1; i < argc; i += 2) {
     const std::string_view name = argv[i];
     if (i + 1 >= argc) return false;

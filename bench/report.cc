@@ -40,8 +40,9 @@ Status WriteReport(const std::string& path, const std::string& command, const st
 }
 
 std::string CommandLine(int argc, char** argv) {
-  std::string line;
-  for (int i = 0; i < argc; ++i) line.append(i == 0 ? "" : " ").append(argv[i]);
+  std::string line = argv[0];
+  line.erase(0, line.rfind('/') + 1);  // where the program lies says nothing about the result
+  for (int i = 1; i < argc; ++i) line.append(" ").append(argv[i]);
   return line;
 }
 

@@ -84,6 +84,7 @@ class CudaRank {
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
     cudaGetLastError();
+    static_cast<void>(TakeGraphFault());  // of this step, not of the next
     graphs_.clear();
   }
 

@@ -7,7 +7,7 @@
 namespace dcp {
 
 Result<StepUpload> StepUpload::Create(int device, std::size_t max_bytes) {
-  const std::size_t bytes = Padded(sizeof(DeviceStep)) + max_bytes;
+  const std::size_t bytes = Padded(sizeof(DeviceStep)) + Padded(max_bytes);
   StepUpload upload;
   DCP_ASSIGN_OR_RETURN(upload.host_, cuda::PinnedBuffer::Create(bytes, "the step data"));
   DCP_ASSIGN_OR_RETURN(upload.device_, cuda::DeviceBuffer::Create(device, bytes, "the step data"));

@@ -2,6 +2,7 @@
 // sent in one copy to a fixed device address, where a DeviceStep comes first.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <span>
 
