@@ -30,6 +30,7 @@ struct DeviceStep {
   DType output_dtype = DType::kBf16;            // of the merged rows
   LogBase lse_base = LogBase::kE;               // of the merged LSE
   bool has_new_kv = false;
+  std::int64_t faulty_rows = 0;  // the merge kernels count up here
 };
 
 }  // namespace dcp

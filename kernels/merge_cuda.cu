@@ -108,15 +108,15 @@ __device__ bool StoreOutput(const float (&x)[kItems], std::byte* output, std::in
   return StoreFloats<float>(x, output + row * d_v * std::int64_t{sizeof(float)}, i);
 }
 
-// Fills `row` for a token from its bounds [ranks, tokens] and the owners' LSEs, which lie
-// `rank_stride` bytes apart.
+// Fills `row` for a token from its bounds [ranks, tokens] and the ranks' LSEs, which lie
+// `rank_stride` bytes apart. Those of ranks without keys are loaded, so that no load waits for
+// another, and not used.
 template <LogBase B>
 __device__ void GatherRow(RowSources<B>& row, const DeviceStep& step, int token, int ranks,
                           const std::byte* lse, std::int64_t rank_stride) {
   for (int r = Lane(); r < ranks; r += 32) {
-    const bool owned = step.bounds[std::int64_t{r} * step.tokens + token] > 0;
-    row.owned[r] = owned;
-    if (owned) row.lse[r].raw = *reinterpret_cast<const float*>(lse + r * rank_stride);
+    row.lse[r].raw = *reinterpret_cast<const float*>(lse + r * rank_stride);
+    row.owned[r] = step.bounds[std::int64_t{r} * step.tokens + token] > 0;
   }
   __syncwarp();
   if (Lane() == 0) row.merged = merge_math::Weights<B>(ranks, row.owned, row.lse, row.weight);
@@ -182,56 +182,80 @@ __global__ void __launch_bounds__(kThreads) MergeKernel(const DeviceMergeArgs ar
 }
 
 template <LogBase B, class T, int kItems>
-__global__ void __launch_bounds__(kThreads) ScaleKernel(const DeviceScaleArgs args) {
-  __shared__ RowSources<B> rows[kWarps];
-  RowSources<B>& sources = rows[Warp()];
-  const std::int64_t group_rows = std::int64_t{args.step->tokens} * args.heads_per_group;
-  const std::int64_t group = Row() / max(group_rows, std::int64_t{1});
-  if (group_rows == 0 || group >= args.groups) return;
-  const std::int64_t row = Row() % group_rows;
-  GatherRow(sources, *args.step, static_cast<int>(row / args.heads_per_group), args.ranks,
-            args.lse + group * args.lse_group_stride + row * 4, args.lse_rank_stride);
+__device__ bool ScaleRow(const DeviceScaleArgs& args, RowSources<B>& sources, int group, int row) {
+  const DeviceStep& step = *args.step;
+  constexpr int kStride = 32 * kItems;
+  const int first = Lane() * kItems;
   std::byte* const partial =
-      args.partial + group * args.group_stride + row * args.d_v * std::int64_t{sizeof(T)};
-  for (int i = Lane() * kItems; i < args.d_v; i += 32 * kItems) {
-    float x[kItems] = {};
-    if (sources.owned[args.rank]) {
-      const auto pack = LoadPack<T, kItems>(partial, i);
+      args.partial + group * args.group_stride + row * (args.d_v * std::int64_t{sizeof(T)});
+  // On their way while the weights are found; not looked at where this rank owns no key.
+  constexpr int kAhead = 2;
+  Pack<T, kItems> ahead[kAhead];
 #pragma unroll
-      for (int k = 0; k < kItems; ++k) {
-        x[k] = merge_math::Canonical(AsFloat(pack.items[k]) * sources.weight[args.rank]);
-      }
-    }
-    StoreFloats<T>(x, partial, i);
+  for (int j = 0; j < kAhead; ++j) {
+    const int i = first + j * kStride;
+    ahead[j] = i < args.d_v ? LoadPack<T, kItems>(partial, i) : Pack<T, kItems>{};
   }
+  GatherRow(sources, step, row / args.heads_per_group, args.ranks,
+            args.lse + group * args.lse_group_stride + std::int64_t{row} * 4, args.lse_rank_stride);
+  const bool mine = sources.owned[args.rank];
+  bool fault = false;
+  for (int begin = first; begin < args.d_v; begin += kAhead * kStride) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int i = begin + j * kStride;
+      if (i >= args.d_v) break;
+      const Pack<T, kItems> pack = ahead[j];
+      const int next = i + kAhead * kStride;
+      if (next < args.d_v) ahead[j] = LoadPack<T, kItems>(partial, next);
+      float x[kItems] = {};
+      if (mine) {
+#pragma unroll
+        for (int k = 0; k < kItems; ++k) {
+          x[k] = merge_math::Canonical(AsFloat(pack.items[k]) * sources.weight[args.rank]);
+        }
+      }
+      fault |= !StoreFloats<T>(x, partial, i);
+    }
+  }
+  if (group == args.rank && args.merged_lse != nullptr && Lane() == 0) {
+    args.merged_lse[row] = WantedLse(sources.merged.lse, step.lse_base);
+  }
+  return __any_sync(kAllLanes, sources.merged.fault ? group == args.rank : fault);
 }
 
-template <LogBase B, class In, int kItems>
-__global__ void __launch_bounds__(kThreads) FinishKernel(const DeviceFinishArgs args) {
+template <LogBase B, class T, int kItems>
+__global__ void __launch_bounds__(kThreads) ScaleKernel(const DeviceScaleArgs args) {
   __shared__ RowSources<B> rows[kWarps];
-  RowSources<B>& sources = rows[Warp()];
-  const DeviceStep& step = *args.step;
+  const unsigned group_rows = static_cast<unsigned>(args.step->tokens * args.heads_per_group);
+  const unsigned at = blockIdx.x * kWarps + static_cast<unsigned>(Warp());
+  bool fault = false;
+  if (at < group_rows * static_cast<unsigned>(args.groups)) {
+    fault = ScaleRow<B, T, kItems>(args, rows[Warp()], static_cast<int>(at / group_rows),
+                                   static_cast<int>(at % group_rows));
+  }
+  CountFaults(fault, args.faults);
+}
+
+template <class In, class Out, int kItems>
+__global__ void __launch_bounds__(kThreads) ConvertKernel(const DeviceConvertArgs args) {
   const std::int64_t row = Row();
   bool fault = false;
-  if (row < std::int64_t{step.tokens} * args.heads) {
-    GatherRow(sources, step, static_cast<int>(row / args.heads), args.ranks, args.lse + row * 4,
-              args.lse_rank_stride);
-    fault = sources.merged.fault;
-    const std::byte* const in = args.reduced + row * args.d_v * std::int64_t{sizeof(In)};
+  if (row < args.rows) {
+    const std::byte* const in = args.in + row * args.d_v * std::int64_t{sizeof(In)};
+    std::byte* const out = args.out + row * args.d_v * std::int64_t{sizeof(Out)};
+    bool counted = false;
     for (int i = Lane() * kItems; i < args.d_v; i += 32 * kItems) {
       const auto pack = LoadPack<In, kItems>(in, i);
       float x[kItems];
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
         x[k] = AsFloat(pack.items[k]);
-        fault |= !merge_math::IsFinite(x[k]);
+        counted |= !merge_math::IsFinite(x[k]);
       }
-      StoreOutput(x, args.output, row, args.d_v, i, step.output_dtype);
+      fault |= !StoreFloats<Out>(x, out, i);
     }
-    fault = __any_sync(kAllLanes, fault);
-    if (args.merged_lse != nullptr && Lane() == 0) {
-      args.merged_lse[row] = WantedLse(sources.merged.lse, step.lse_base);
-    }
+    fault = __any_sync(kAllLanes, fault) && !__any_sync(kAllLanes, counted);
   }
   CountFaults(fault, args.faults);
 }
@@ -296,24 +320,22 @@ Status ScalePartialCuda(const DeviceScaleArgs& args, StreamRef stream) {
   return cuda::CheckLaunch("ScalePartial");
 }
 
-template <LogBase B>
-Status FinishRowsCuda(const DeviceFinishArgs& args, StreamRef stream) {
-  DCP_RETURN_IF_ERROR(CheckShape(args.ranks, args.d_v));
-  const std::int64_t rows = std::int64_t{args.max_tokens} * args.heads;
-  if (rows == 0) return Status::Ok();
-  const bool wide = AllAligned16(args.d_v, {args.reduced, args.output}, {});
-  WithElements(args.partial_dtype, wide, [&](auto element, auto width) {
-    FinishKernel<B, decltype(element), width()>
-        <<<Grid(rows), kThreads, 0, cuda::Raw(stream)>>>(args);
+Status ConvertRowsCuda(const DeviceConvertArgs& args, StreamRef stream) {
+  DCP_RETURN_IF_ERROR(CheckShape(1, args.d_v));
+  if (args.rows == 0) return Status::Ok();
+  const bool wide = AllAligned16(args.d_v, {args.in, args.out}, {});
+  WithElements(args.in_dtype, wide, [&](auto in, auto width) {
+    WithElements(args.out_dtype, wide, [&](auto out, auto) {
+      ConvertKernel<decltype(in), decltype(out), width()>
+          <<<Grid(args.rows), kThreads, 0, cuda::Raw(stream)>>>(args);
+    });
   });
-  return cuda::CheckLaunch("FinishRows");
+  return cuda::CheckLaunch("ConvertRows");
 }
 
 template Status MergePartialsCuda<LogBase::kE>(const DeviceMergeArgs&, StreamRef);
 template Status MergePartialsCuda<LogBase::kTwo>(const DeviceMergeArgs&, StreamRef);
 template Status ScalePartialCuda<LogBase::kE>(const DeviceScaleArgs&, StreamRef);
 template Status ScalePartialCuda<LogBase::kTwo>(const DeviceScaleArgs&, StreamRef);
-template Status FinishRowsCuda<LogBase::kE>(const DeviceFinishArgs&, StreamRef);
-template Status FinishRowsCuda<LogBase::kTwo>(const DeviceFinishArgs&, StreamRef);
 
 }  // namespace dcp

@@ -41,19 +41,23 @@ Status MergePartialsCuda(const DeviceMergeArgs& args, StreamRef stream);
 extern template Status MergePartialsCuda<LogBase::kE>(const DeviceMergeArgs&, StreamRef);
 extern template Status MergePartialsCuda<LogBase::kTwo>(const DeviceMergeArgs&, StreamRef);
 
-// ag_rs, first half: ScalePartial.
+// ag_rs, before the reduction: ScalePartial for all groups, and the merged LSE of this rank's own.
+// A row is counted as faulty by the rank that owns its heads if an LSE is at fault, else by every
+// rank whose partial is.
 struct DeviceScaleArgs {
   std::byte* partial = nullptr;      // [groups][tokens, heads_per_group, d_v]
   std::int64_t group_stride = 0;     // bytes
   const std::byte* lse = nullptr;    // [ranks][groups][tokens, heads_per_group] f32
   std::int64_t lse_rank_stride = 0;  // bytes
   std::int64_t lse_group_stride = 0;
-  int rank = 0;
+  int rank = 0;  // also the group that this rank owns
   int ranks = 0;
   int groups = 0;
   int heads_per_group = 0;
   int d_v = 0;
   DType partial_dtype = DType::kBf16;
+  float* merged_lse = nullptr;  // [tokens, heads_per_group] in step->lse_base; null: not wanted
+  std::int64_t* faults = nullptr;
   int max_tokens = 0;
   const DeviceStep* step = nullptr;
 };
@@ -62,25 +66,17 @@ Status ScalePartialCuda(const DeviceScaleArgs& args, StreamRef stream);
 extern template Status ScalePartialCuda<LogBase::kE>(const DeviceScaleArgs&, StreamRef);
 extern template Status ScalePartialCuda<LogBase::kTwo>(const DeviceScaleArgs&, StreamRef);
 
-// ag_rs, second half: reduced rows become outputs, and the LSEs of all ranks the merged LSE.
-struct DeviceFinishArgs {
-  const std::byte* reduced = nullptr;  // [tokens, heads, d_v] partial_dtype
-  const std::byte* lse = nullptr;      // rank r's of these heads at + r * lse_rank_stride: [tokens,
-                                       // heads] f32
-  std::int64_t lse_rank_stride = 0;    // bytes
-  int ranks = 0;
-  int heads = 0;
+// ag_rs, after the reduction, where the step wants another dtype than was reduced. Adds the rows
+// that are finite before and not after.
+struct DeviceConvertArgs {
+  const std::byte* in = nullptr;  // [rows, d_v] bf16 | f32
+  DType in_dtype = DType::kBf16;
+  std::byte* out = nullptr;  // [rows, d_v] bf16 | f32
+  DType out_dtype = DType::kBf16;
+  std::int64_t rows = 0;
   int d_v = 0;
-  DType partial_dtype = DType::kBf16;
-  std::byte* output = nullptr;  // as in DeviceMergeArgs
-  float* merged_lse = nullptr;
   std::int64_t* faults = nullptr;
-  int max_tokens = 0;
-  const DeviceStep* step = nullptr;
 };
-template <LogBase B>
-Status FinishRowsCuda(const DeviceFinishArgs& args, StreamRef stream);
-extern template Status FinishRowsCuda<LogBase::kE>(const DeviceFinishArgs&, StreamRef);
-extern template Status FinishRowsCuda<LogBase::kTwo>(const DeviceFinishArgs&, StreamRef);
+Status ConvertRowsCuda(const DeviceConvertArgs& args, StreamRef stream);
 
 }  // namespace dcp

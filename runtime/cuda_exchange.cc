@@ -6,11 +6,6 @@
 #include "kernels/merge_cuda.h"
 
 namespace dcp {
-namespace {
-
-std::size_t Index(Rank rank) { return static_cast<std::size_t>(rank.value()); }
-
-}  // namespace
 
 Result<CudaExchange> CudaExchange::Create(int device, ExchangeKind kind, const ExchangeShape& shape,
                                           int max_tokens) {
@@ -33,7 +28,6 @@ Result<CudaExchange> CudaExchange::Create(int device, ExchangeKind kind, const E
   const std::size_t rows = shape.LseBytes(max_tokens) / sizeof(float);
   DCP_ASSIGN_OR_RETURN(e.output_, make(rows * static_cast<std::size_t>(shape.d_v) * sizeof(float)));
   DCP_ASSIGN_OR_RETURN(e.lse_, make(rows * sizeof(float)));
-  DCP_ASSIGN_OR_RETURN(e.faults_, make(sizeof(std::int64_t)));
   return e;
 }
 
@@ -72,8 +66,30 @@ Status CudaExchange::Fill(int capacity, float partial, float lse, StreamRef stre
 }
 
 Status CudaExchange::Enqueue(Communicator& comm, const Args& args, const PhaseFn& entering) {
-  DCP_RETURN_IF_ERROR(cuda::FillAsync(faults_.data(), 0, faults_.size(), args.stream));
   return kind_ == ExchangeKind::kA2a ? A2a(comm, args, entering) : AgRs(comm, args, entering);
+}
+
+Result<std::byte*> CudaExchange::Output(int tokens, DType dtype, std::int64_t* faults,
+                                        StreamRef stream) {
+  if (kind_ == ExchangeKind::kA2a) return output_.data();
+  std::byte* const reduced = shape_.ranks == 1 ? send_.data() : recv_.data();
+  if (dtype == shape_.partial_dtype) return reduced;
+  DCP_RETURN_IF_ERROR(ConvertRowsCuda({.in = reduced,
+                                       .in_dtype = shape_.partial_dtype,
+                                       .out = output_.data(),
+                                       .out_dtype = dtype,
+                                       .rows = std::int64_t{tokens} * shape_.heads_per_rank(),
+                                       .d_v = shape_.d_v,
+                                       .faults = faults},
+                                      stream));
+  return output_.data();
+}
+
+Status CudaExchange::PoisonResults(StreamRef stream) {
+  for (const cuda::DeviceBuffer* buffer : {&recv_, &output_, &lse_}) {
+    DCP_RETURN_IF_ERROR(cuda::FillAsync(buffer->data(), 0xff, buffer->size(), stream));
+  }
+  return Status::Ok();
 }
 
 Status CudaExchange::A2a(Communicator& comm, const Args& args, const PhaseFn& entering) {
@@ -94,9 +110,9 @@ Status CudaExchange::A2a(Communicator& comm, const Args& args, const PhaseFn& en
                               .heads = shape_.heads_per_rank(),
                               .d_v = shape_.d_v,
                               .partial_dtype = shape_.partial_dtype,
-                              .output = output(),
+                              .output = output_.data(),
                               .merged_lse = lse(),
-                              .faults = faults(),
+                              .faults = args.faults,
                               .max_tokens = args.capacity,
                               .step = args.step};
   return WithLogBase(args.partial_base,
@@ -127,6 +143,8 @@ Status CudaExchange::AgRs(Communicator& comm, const Args& args, const PhaseFn& e
                               .heads_per_group = shape_.heads_per_rank(),
                               .d_v = shape_.d_v,
                               .partial_dtype = shape_.partial_dtype,
+                              .merged_lse = lse(),
+                              .faults = args.faults,
                               .max_tokens = args.capacity,
                               .step = args.step};
   DCP_RETURN_IF_ERROR(WithLogBase(
@@ -135,21 +153,7 @@ Status CudaExchange::AgRs(Communicator& comm, const Args& args, const PhaseFn& e
     DCP_RETURN_IF_ERROR(comm.ReduceScatter({send_.data(), ranks * partial}, {recv_.data(), partial},
                                            shape_.partial_dtype, args.deadline, args.stream));
   }
-  DCP_RETURN_IF_ERROR(entering(RankPhase::kMerge));
-  const DeviceFinishArgs finish{.reduced = alone ? send_.data() : recv_.data(),
-                                .lse = all_lse + Index(comm.rank()) * group_lse,
-                                .lse_rank_stride = static_cast<std::int64_t>(lse_bytes),
-                                .ranks = shape_.ranks,
-                                .heads = shape_.heads_per_rank(),
-                                .d_v = shape_.d_v,
-                                .partial_dtype = shape_.partial_dtype,
-                                .output = output(),
-                                .merged_lse = lse(),
-                                .faults = faults(),
-                                .max_tokens = args.capacity,
-                                .step = args.step};
-  return WithLogBase(args.partial_base,
-                     [&](auto base) { return FinishRowsCuda<base()>(finish, args.stream); });
+  return entering(RankPhase::kMerge);
 }
 
 }  // namespace dcp

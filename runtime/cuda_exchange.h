@@ -27,20 +27,24 @@ class CudaExchange {
   // Writes the same partial and LSE for every row of a capacity, for tests. Waits; start-up only.
   Status Fill(int capacity, float partial, float lse, StreamRef stream);
 
-  // Merged rows of this rank's heads; device memory.
-  std::byte* output() const { return output_.data(); }  // [tokens, heads / ranks, d_v]
-  float* lse() const { return lse_.as<float>(); }       // [tokens, heads / ranks]
-  std::int64_t* faults() const { return faults_.as<std::int64_t>(); }
-
   struct Args {
     int capacity = 0;
     const DeviceStep* step = nullptr;
+    std::int64_t* faults = nullptr;      // device address; rows at fault are added, merge_cuda.h
     LogBase partial_base = LogBase::kE;  // the backend's declared base
     TimePoint deadline;
     StreamRef stream = StreamRef::Host();
   };
-  // Enqueues everything between the attention's partials and output(), lse(), faults().
+  // Enqueues everything between the attention's partials and the merged rows of this rank's heads.
   Status Enqueue(Communicator& comm, const Args& args, const PhaseFn& entering);
+
+  // The merged rows, [tokens, heads / ranks, d_v], device memory. `dtype` is the step's output
+  // dtype: ag_rs reduces in the partials' and enqueues a conversion here if that is another.
+  Result<std::byte*> Output(int tokens, DType dtype, std::int64_t* faults, StreamRef stream);
+  float* lse() const { return lse_.as<float>(); }  // [tokens, heads / ranks], device memory
+
+  // For tests: fills the memory in which results will lie with 0xff.
+  Status PoisonResults(StreamRef stream);
 
  private:
   CudaExchange() = default;
@@ -51,7 +55,7 @@ class CudaExchange {
   ExchangeShape shape_;
   cuda::DeviceBuffer send_, recv_;          // partials (a2a: with their LSE)
   cuda::DeviceBuffer lse_send_, lse_recv_;  // ag_rs only
-  cuda::DeviceBuffer output_, lse_, faults_;
+  cuda::DeviceBuffer output_, lse_;
 };
 
 }  // namespace dcp

@@ -184,13 +184,15 @@ class CudaRank {
     DCP_RETURN_IF_ERROR(exchange_->Enqueue(comm,
                                            {.capacity = 1,
                                             .step = upload_->device_step(),
+                                            .faults = upload_->faulty_rows(),
                                             .partial_base = base,
                                             .deadline = deadline,
                                             .stream = stream},
                                            [](RankPhase) { return Status::Ok(); }));
     const std::size_t items = Size(config_.model.heads / ranks) * Size(config_.model.kv_lora_rank);
-    DCP_RETURN_IF_ERROR(
-        cuda::CopyAsync(output_.data(), exchange_->output(), items * sizeof(float), stream));
+    DCP_ASSIGN_OR_RETURN(const std::byte* output,
+                         exchange_->Output(1, DType::kF32, upload_->faulty_rows(), stream));
+    DCP_RETURN_IF_ERROR(cuda::CopyAsync(output_.data(), output, items * sizeof(float), stream));
     DCP_RETURN_IF_ERROR(comm.Wait(deadline, stream));
     const double want = 20.0 * (ranks - 1) / 3;
     const float* const got = output_.as<float>();
@@ -297,11 +299,13 @@ class CudaRank {
     }
     const std::size_t out_bytes = Size(h.tokens) * Size(step.output.row_bytes);
     const std::size_t lse_bytes = Size(step.lse.rows) * Size(step.lse.row_bytes);
-    DCP_RETURN_IF_ERROR(
-        cuda::CopyAsync(output_.data(), exchange_->output(), out_bytes, stream_->ref()));
+    DCP_ASSIGN_OR_RETURN(const std::byte* output,
+                         exchange_->Output(h.tokens, static_cast<DType>(h.output_dtype),
+                                           upload_->faulty_rows(), stream_->ref()));
+    DCP_RETURN_IF_ERROR(cuda::CopyAsync(output_.data(), output, out_bytes, stream_->ref()));
     DCP_RETURN_IF_ERROR(cuda::CopyAsync(lse_.data(), exchange_->lse(), lse_bytes, stream_->ref()));
-    DCP_RETURN_IF_ERROR(
-        cuda::CopyAsync(faults_.data(), exchange_->faults(), sizeof(std::int64_t), stream_->ref()));
+    DCP_RETURN_IF_ERROR(cuda::CopyAsync(faults_.data(), upload_->faulty_rows(),
+                                        sizeof(std::int64_t), stream_->ref()));
     DCP_RETURN_IF_ERROR(comm->Wait(deadline, stream_->ref()));
     DCP_RETURN_IF_ERROR(TakeGraphFault());
     Scatter(output_.data(), step.output);
@@ -362,6 +366,7 @@ class CudaRank {
     DCP_RETURN_IF_ERROR(exchange_->Enqueue(comm,
                                            {.capacity = capacity,
                                             .step = step,
+                                            .faults = upload_->faulty_rows(),
                                             .partial_base = link_->setup().backend.caps.lse_base,
                                             .deadline = deadline,
                                             .stream = stream},

@@ -17,6 +17,8 @@ class StepUpload {
   static Result<StepUpload> Create(int device, std::size_t max_bytes);
 
   const DeviceStep* device_step() const { return device_.as<DeviceStep>(); }
+  // Device address; 0 in every new step.
+  std::int64_t* faulty_rows() const { return &device_.as<DeviceStep>()->faulty_rows; }
 
   // Begins a new step. Precondition: the last Send has run.
   void Begin() { used_ = sizeof(DeviceStep); }

@@ -51,6 +51,7 @@ Status RunRank(ExchangeKind kind, const Problem& p, std::size_t r, int device, C
   DCP_RETURN_IF_ERROR(exchange.Enqueue(comm,
                                        {.capacity = capacity,
                                         .step = upload.device_step(),
+                                        .faults = upload.faulty_rows(),
                                         .partial_base = p.base,
                                         .deadline = deadline,
                                         .stream = stream.ref()},
@@ -60,11 +61,12 @@ Status RunRank(ExchangeKind kind, const Problem& p, std::size_t r, int device, C
   const auto d_v = static_cast<std::size_t>(p.shape.d_v);
   const auto rows = static_cast<std::size_t>(p.tokens) * heads;
   std::vector<float> merged(rows * d_v), merged_lse(rows);
-  DCP_RETURN_IF_ERROR(
-      cuda::CopyAsync(merged.data(), exchange.output(), merged.size() * 4, stream.ref()));
+  DCP_ASSIGN_OR_RETURN(const std::byte* output,
+                       exchange.Output(p.tokens, DType::kF32, upload.faulty_rows(), stream.ref()));
+  DCP_RETURN_IF_ERROR(cuda::CopyAsync(merged.data(), output, merged.size() * 4, stream.ref()));
   DCP_RETURN_IF_ERROR(
       cuda::CopyAsync(merged_lse.data(), exchange.lse(), merged_lse.size() * 4, stream.ref()));
-  DCP_RETURN_IF_ERROR(cuda::CopyAsync(&faults, exchange.faults(), sizeof(faults), stream.ref()));
+  DCP_RETURN_IF_ERROR(cuda::CopyAsync(&faults, upload.faulty_rows(), sizeof(faults), stream.ref()));
   DCP_RETURN_IF_ERROR(stream.Synchronize());
   for (int t = 0; t < p.tokens; ++t) {
     for (std::size_t h = 0; h < heads; ++h) {
