@@ -17,6 +17,10 @@
 // Weights are 2^(score - reference). The reference of a row follows its maximum only when that has
 // grown by more than kSlack: until then nothing summed has to be rescaled, and weights stay far
 // from the limits of f32 and bf16.
+//
+// The products take weights rounded to bf16, by up to 2^-8. Outputs are therefore divided by the
+// sum of the rounded weights, so that a key with nearly all the weight gives its own values; the
+// LSE is that of the weights before rounding.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -54,8 +58,9 @@ struct State {
   float reference[2][kTileRows];           // after the last block of either group
   float rescale[2][kTileRows];             // what that block changed
   float last_reference[2][kTileRows];
-  float sum[2][kTileRows];  // of the weights of either group's blocks
-  std::int32_t not_finite[2][kBlockKeys];
+  float sum[2][kTileRows];      // of the weights of either group's blocks
+  float rounded[2][kTileRows];  // of the same, as the products take them
+  std::uint8_t not_finite[2][kBlockKeys];
 };
 
 }  // namespace
@@ -70,6 +75,7 @@ struct Layout {
   static constexpr std::uint32_t kWeights = (1 + kStages) * kRowsBytes;
   static constexpr std::uint32_t kState = kWeights + kTileBytes;
   static constexpr std::uint32_t kBytes = kState + sizeof(State);
+  static_assert(kBytes <= 227 * 1024);  // what a thread block can have
 };
 
 namespace {
@@ -223,17 +229,18 @@ class Group {
         bound_[hi] = r < item_.rows ? __ldg(bounds + (item_.first_row + r) / p_.heads) : 0;
         reference_[hi] = -INFINITY;
         sum_[hi] = 0;
+        rounded_[hi] = 0;
       }
 #pragma unroll
       for (float& x : out_) x = 0;
       device::WaitCopies<0>();
       device::FenceAsyncShared();
       device::SyncNamed(kBothGroups, 2 * kGroupThreads);
-      std::int32_t key = item_.key_begin;
-      for (; key + kBlockKeys < item_.key_end; key += 2 * kBlockKeys, block += 2) {
-        TwoBlocks(key, block);
+      for (std::int32_t key = item_.key_begin; key < item_.key_end; key += 2 * kBlockKeys) {
+        const bool two = key + kBlockKeys < item_.key_end;
+        Blocks(key, block, two);
+        block += two ? 2 : 1;
       }
-      if (key < item_.key_end) OneBlock(key, block++);
       ShareSums();
       // All scores are made: the query's place is free.
       device::SyncNamed(kBothGroups, 2 * kGroupThreads);
@@ -251,7 +258,9 @@ class Group {
   __device__ int t() const { return lane_ % 4; }
   __device__ int row() const { return warp_ * 16 + lane_ / 4; }
 
-  __device__ void TwoBlocks(std::int32_t key, std::uint32_t block) {
+  // Group 0's block and, with `two`, group 1's behind it. One copy of the code for both cases: what
+  // a launch executes only once it waits for, line by line.
+  __device__ void Blocks(std::int32_t key, std::uint32_t block, bool two) {
     const int first = static_cast<int>(block % kStages);
     const std::uint32_t first_parity = block / kStages % 2;
     const int second = static_cast<int>((block + 1) % kStages);
@@ -265,40 +274,30 @@ class Group {
       Weigh(scores, key == item_.key_begin, weights, factor);
       ShareWeights(weights);
       AddOwn(weights, factor, first);
+      SumRounded(weights);
       Wait(first);
+      if (!two) return;
       device::SyncNamed(kWeightsReady + kOther, 2 * kGroupThreads);
       AddOther(second);
       Wait(second);
     } else {
-      Score(scores, second, second_parity);
-      Mask(scores, key + kBlockKeys, second);
+      if (two) {
+        Score(scores, second, second_parity);
+        Mask(scores, key + kBlockKeys, second);
+      } else {
+#pragma unroll
+        for (float& x : scores) x = -INFINITY;  // makes no difference to any sum
+      }
       device::SyncNamed(kWeightsReady + kOther, 2 * kGroupThreads);
       AddOther(first);
       Weigh(scores, false, weights, factor);
       Wait(first);
+      if (!two) return;
       ShareWeights(weights);
       AddOwn(weights, factor, second);
+      SumRounded(weights);
       Wait(second);
     }
-  }
-
-  // The last one, group 0's.
-  __device__ void OneBlock(std::int32_t key, std::uint32_t block) {
-    const int stage = static_cast<int>(block % kStages);
-    if (kGroup == 0) {
-      float scores[32];
-      std::uint32_t weights[4][4];
-      float factor[2];
-      Score(scores, stage, block / kStages % 2);
-      Mask(scores, key, stage);
-      Weigh(scores, key == item_.key_begin, weights, factor);
-      ShareWeights(weights);
-      AddOwn(weights, factor, stage);
-    } else {
-      device::SyncNamed(kWeightsReady + kOther, 2 * kGroupThreads);
-      AddOther(stage);
-    }
-    Wait(stage);
   }
 
   // Both groups, each every second 16-byte piece. Rows beyond the tile's stay as they are: nothing
@@ -323,9 +322,10 @@ class Group {
 #pragma unroll
     for (float& x : scores) x = 0;
     device::KeepBehind(scores);
-#pragma unroll
+#pragma unroll(L::kTiles == 9 ? 3 : 4)
     for (int i = 0; i < L::kTiles; ++i) {
-      const int tile = (i + kValueTiles) % L::kTiles;  // in the order of the copies
+      const int tile = i + kValueTiles < L::kTiles ? i + kValueTiles  // in the order of the copies
+                                                   : i + kValueTiles - L::kTiles;
       device::WaitBarrier(B::Full(stage, tile), parity);
       device::FenceProducts();
 #pragma unroll
@@ -370,7 +370,9 @@ class Group {
         x = Exp2(__fmaf_rn(x, p_.scale_log2, minus));
         sum += x;
       }
-      sum_[hi] = __fmaf_rn(sum_[hi], Rescale(reference_[hi], now), sum);
+      const float rescale = Rescale(reference_[hi], now);
+      sum_[hi] = __fmaf_rn(sum_[hi], rescale, sum);
+      rounded_[hi] *= rescale;
       reference_[hi] = now;
     }
 #pragma unroll
@@ -379,6 +381,22 @@ class Group {
       for (int i = 0; i < 4; ++i) {
         weights[k][i] = device::PackBf16(scores[k * 8 + i * 2], scores[k * 8 + i * 2 + 1]);
       }
+    }
+  }
+
+  // Beside the products that read the same registers. The branch is always taken: without it the
+  // compiler puts these instructions between the products, which then start late.
+  __device__ void SumRounded(const std::uint32_t (&weights)[4][4]) {
+    if (item_.rows == 0) return;
+#pragma unroll
+    for (int hi = 0; hi < 2; ++hi) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const std::uint32_t pair = weights[i / 2][i % 2 * 2 + hi];
+        sum += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);
+      }
+      rounded_[hi] += sum;
     }
   }
 
@@ -414,7 +432,7 @@ class Group {
         }
       }
       found = __any_sync(kAllLanes, found);
-      if (lane_ == 0) state.not_finite[kGroup][r] = found;
+      if (lane_ == 0) state.not_finite[kGroup][r] = found ? 1 : 0;
     }
     device::FenceAsyncShared();
     device::SyncNamed(kOwnGroup + kGroup, kGroupThreads);
@@ -484,15 +502,20 @@ class Group {
     if (lane_ == 0) device::Arrive(B::Empty(stage, kGroup == 0 ? kLeft : kRight));
   }
 
+  __device__ static float SumOfFour(float x) {
+    x += __shfl_xor_sync(kAllLanes, x, 1);
+    return x + __shfl_xor_sync(kAllLanes, x, 2);
+  }
+
   __device__ void ShareSums() {
     State& state = B::state();
 #pragma unroll
     for (int hi = 0; hi < 2; ++hi) {
-      float sum = sum_[hi];
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
+      const float sum = SumOfFour(sum_[hi]);
+      const float rounded = SumOfFour(rounded_[hi]);
       if (t() == 0) {
         state.sum[kGroup][row() + hi * 8] = sum;
+        state.rounded[kGroup][row() + hi * 8] = rounded;
         state.last_reference[kGroup][row() + hi * 8] = reference_[hi];
       }
     }
@@ -508,30 +531,34 @@ class Group {
       const float reference1 = state.last_reference[1][r];
       const bool empty = bound_[hi] == 0;
       const float reference = empty ? -INFINITY : fmaxf(reference0, reference1);
-      const float sum = empty ? 0.0f
-                              : __fmaf_rn(state.sum[0][r], Rescale(reference0, reference),
-                                          state.sum[1][r] * Rescale(reference1, reference));
+      const float scale0 = Rescale(reference0, reference);
+      const float scale1 = Rescale(reference1, reference);
+      const float sum = __fmaf_rn(state.sum[0][r], scale0, state.sum[1][r] * scale1);
+      const float rounded = __fmaf_rn(state.rounded[0][r], scale0, state.rounded[1][r] * scale1);
       const bool writes_row = valid && kGroup == 0 && t() == 0;
       if (item.slot_row >= 0) {
         const std::int64_t slot = std::int64_t{item.slot_row} + r;
         if (writes_row) {
           p_.slot_max[slot] = reference;
-          p_.slot_sum[slot] = sum;
+          p_.slot_sum[slot] = empty ? 0.0f : sum;
         }
-        StoreFloats<true>(p_.slots + slot * kDv, hi, 1.0f, valid);
+        // As if the weights had not been rounded, so that slots add up. A row may see no key of the
+        // item.
+        const float factor = rounded > 0 ? sum / rounded : 1.0f;
+        StoreFloats<true>(p_.slots + slot * kDv, hi, factor, valid);
         continue;
       }
       const RowTarget to = Target(p_, item.first_row + r);
-      const float inverse = empty ? 0.0f : 1.0f / sum;
-      if (writes_row) *to.lse = reference + log2f(sum);
+      const float factor = empty ? 0.0f : 1.0f / rounded;
+      if (writes_row) *to.lse = empty ? -INFINITY : reference + log2f(sum);
       auto* const pairs = reinterpret_cast<std::uint32_t*>(to.out);
       auto* const floats = reinterpret_cast<float*>(to.out);
       if (p_.partial_dtype == DType::kBf16) {
-        p_.wide_stores ? StoreBf16<true>(pairs, hi, inverse, valid)
-                       : StoreBf16<false>(pairs, hi, inverse, valid);
+        p_.wide_stores ? StoreBf16<true>(pairs, hi, factor, valid)
+                       : StoreBf16<false>(pairs, hi, factor, valid);
       } else {
-        p_.wide_stores ? StoreFloats<true>(floats, hi, inverse, valid)
-                       : StoreFloats<false>(floats, hi, inverse, valid);
+        p_.wide_stores ? StoreFloats<true>(floats, hi, factor, valid)
+                       : StoreFloats<false>(floats, hi, factor, valid);
       }
     }
   }
@@ -606,6 +633,7 @@ class Group {
   std::int32_t bound_[2];
   float reference_[2];  // of sum_
   float sum_[2];        // of this thread's weights, of its group's blocks
+  float rounded_[2];    // of the same, as the products take them
   float out_[kHalf / 2];
 };
 

@@ -87,39 +87,48 @@ __device__ void WriteRow(const Params& p, int row, const RowSum& total, float ma
   if (quad == 0) *to.lse = max + log2f(total.weights);
 }
 
+// Unit `part` of a group: kRuns rows, or one.
+__device__ void MergePart(const Params& p, const PlanGroup& group, int part,
+                          RowSum (&runs)[kRuns][kRowThreads]) {
+  const int run = static_cast<int>(threadIdx.x) / kRowThreads;
+  const int thread = static_cast<int>(threadIdx.x) % kRowThreads;
+  if (group.items <= kFewItems) {
+    const int row = part * kRuns + run;
+    if (row >= group.rows) return;
+    const float max = LargestReference(p, group, row);
+    const RowSum total = AddItems(p, group, row, 0, group.items, Reference(max));
+    WriteRow(p, group.first_row + row, total, max);
+  } else if (part < group.rows) {
+    const float max = LargestReference(p, group, part);
+    runs[run][thread] = AddItems(p, group, part, group.items * run / kRuns,
+                                 group.items * (run + 1) / kRuns, Reference(max));
+    __syncthreads();
+    if (run == 0) {
+      RowSum total = runs[0][thread];
+#pragma unroll
+      for (int i = 1; i < kRuns; ++i) {
+        Add(total, runs[i][thread].values, runs[i][thread].weights, 1.0f);
+      }
+      WriteRow(p, group.first_row + part, total, max);
+    }
+    __syncthreads();  // the next row's runs go to the same place
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, kBlocksOnMultiprocessor) Merge(const Params p) {
   __shared__ RowSum runs[kRuns][kRowThreads];
   const std::byte* const plan = p.step->plan;
   const PlanHeader header = *reinterpret_cast<const PlanHeader*>(plan);
   const auto* const groups = reinterpret_cast<const PlanGroup*>(plan + header.groups_offset);
-  const int run = static_cast<int>(threadIdx.x) / kRowThreads;
-  const int thread = static_cast<int>(threadIdx.x) % kRowThreads;
+  const int units = header.groups * kTileRows;
+  int unit = static_cast<int>(blockIdx.x);
+  PlanGroup group{};
+  if (unit < units) group = groups[unit / kTileRows];
   device::WaitForPrimary();
-  for (int unit = static_cast<int>(blockIdx.x); unit < header.groups * kTileRows;
-       unit += static_cast<int>(gridDim.x)) {
-    const PlanGroup group = groups[unit / kTileRows];
-    const int first_row = unit % kTileRows;
-    if (group.items <= kFewItems) {
-      const int row = first_row * kRuns + run;
-      if (row >= group.rows) continue;
-      const float max = LargestReference(p, group, row);
-      const RowSum total = AddItems(p, group, row, 0, group.items, Reference(max));
-      WriteRow(p, group.first_row + row, total, max);
-    } else if (first_row < group.rows) {
-      const float max = LargestReference(p, group, first_row);
-      runs[run][thread] = AddItems(p, group, first_row, group.items * run / kRuns,
-                                   group.items * (run + 1) / kRuns, Reference(max));
-      __syncthreads();
-      if (run == 0) {
-        RowSum total = runs[0][thread];
-#pragma unroll
-        for (int i = 1; i < kRuns; ++i) {
-          Add(total, runs[i][thread].values, runs[i][thread].weights, 1.0f);
-        }
-        WriteRow(p, group.first_row + first_row, total, max);
-      }
-      __syncthreads();  // the next row's runs go to the same place
-    }
+  while (unit < units) {
+    MergePart(p, group, unit % kTileRows, runs);
+    unit += static_cast<int>(gridDim.x);
+    if (unit < units) group = groups[unit / kTileRows];
   }
 }
 

@@ -27,6 +27,16 @@ bool RowIsFinite(const AttentionProblem& p, const Partial& partial, int token, i
          std::all_of(out, out + p.d_v, [](float x) { return std::isfinite(x); });
 }
 
+double RelativeError(const std::vector<double>& truth, const float* out) {
+  double error = 0;
+  double norm = 0;
+  for (std::size_t i = 0; i < truth.size(); ++i) {
+    error += (out[i] - truth[i]) * (out[i] - truth[i]);
+    norm += truth[i] * truth[i];
+  }
+  return std::sqrt(error / norm);
+}
+
 }  // namespace
 
 TEST_CASE("Backends equal a float64 softmax in every declared geometry") {
@@ -84,6 +94,39 @@ TEST_CASE("Long contexts and large logits stay within the error limits") {
       for (const DType dtype : {DType::kF32, DType::kBf16}) {
         const Partial partial = RunBackend(entry, *p, {.partial_dtype = dtype});
         CHECK(Mismatch(entry, *p, partial, dtype) == "");
+      }
+    }
+  });
+}
+
+TEST_CASE("A key with nearly all of the weight gives its own values") {
+  // However coarse the weights are: 1.004 times the values would pass the usual limits. The key
+  // with nearly all of the weight stands far behind another one that is at most 5.4 nats below it,
+  // so that a backend that rescales only now and then has a reference that is not the maximum.
+  AttentionProblem p({.bounds = {{2}, {65}, {130}, {200}, {700}}, .query_scale = 0});
+  const auto dims = static_cast<std::size_t>(p.d_qk);
+  for (std::size_t row = 0; row < p.query.size() / dims; ++row) {
+    p.query[row * dims + dims - 1] =
+        ToBf16(1 - static_cast<float>(row % static_cast<std::size_t>(p.heads)) / 64);
+  }
+  for (std::size_t e = 0; e < p.keys.size(); ++e) {
+    const int count = p.bound[e];
+    for (int k = 0; k < count; ++k) {
+      const double nats = k == 0 ? 0 : k == count - 1 ? 5.4 : -40;
+      SetKey(p, static_cast<int>(e), k, p.d_qk - 1,
+             ToBf16(static_cast<float>(nats / p.softmax_scale)));
+    }
+  }
+  p.Solve();
+  ForEachBackend({p.d_qk, p.d_v}, [&](const BackendEntry& entry) {
+    const Partial partial = RunBackend(entry, p, {});
+    CHECK(Mismatch(entry, p, partial, DType::kF32) == "");
+    for (int t = 0; t < p.tokens(); ++t) {
+      for (int h = 0; h < p.heads; ++h) {
+        const auto row = static_cast<std::size_t>(t * p.heads + h);
+        INFO("token " << t << " head " << h);
+        CHECK(RelativeError(p.row(t, h).out, &partial.out[row * static_cast<std::size_t>(p.d_v)]) <=
+              2e-4);
       }
     }
   });

@@ -6,6 +6,7 @@
 
 #include "tests/support/cluster.h"
 #include "tests/support/gpu.h"
+#include "tests/support/sizes.h"
 
 namespace dcp::testing {
 namespace {
@@ -26,7 +27,10 @@ ClusterOptions Options(const RanksConfig& on, int ranks, int heads, int interlea
           .on = on};
 }
 
-void RunLengths(const ClusterOptions& options, const std::set<std::int64_t>& lengths) {
+void RunLengths(ClusterOptions options, const std::string& backend,
+                const std::set<std::int64_t>& lengths) {
+  INFO(backend);
+  options.backend = backend;
   Cluster cluster(options);
   std::uint64_t content = 1;
   for (const std::int64_t length : lengths) {
@@ -52,15 +56,29 @@ void RunLengths(const ClusterOptions& options, const std::set<std::int64_t>& len
   CHECK(cluster.FreeBlocks() == options.blocks);
 }
 
+// With every backend that supports it.
+void RunLengths(const ClusterOptions& options, const std::set<std::int64_t>& lengths) {
+  for (const std::string& backend : CudaBackends(options)) RunLengths(options, backend, lengths);
+}
+
 std::set<std::int64_t> Lengths(int ranks) {
+  if (SmallSizes()) return {0, ranks - 1, 65};
   return {0, 1, 2, ranks - 1, ranks, ranks + 1, 63, 64, 65, 130, 1000};
+}
+
+std::vector<int> RankCounts() {
+  return SmallSizes() ? std::vector<int>{1, 3} : std::vector<int>{1, 2, 3, 4, 6, 8};
+}
+
+std::vector<int> Interleaves() {
+  return SmallSizes() ? std::vector<int>{16} : std::vector<int>{1, 2, 16, 64};
 }
 
 }  // namespace
 
 TEST_CASE("N ranks on shared GPUs equal one rank") {
-  for (const int ranks : {1, 2, 3, 4, 6, 8}) {
-    for (const int interleave : {1, 2, 16, 64}) {
+  for (const int ranks : RankCounts()) {
+    for (const int interleave : Interleaves()) {
       for (const ExchangeKind exchange : kExchanges) {
         INFO("N " << ranks << " I " << interleave << " " << ExchangeName(exchange));
         RunLengths(Options(OnSharedDevices(ranks), ranks, 2 * ranks, interleave, exchange),
@@ -71,7 +89,7 @@ TEST_CASE("N ranks on shared GPUs equal one rank") {
 }
 
 TEST_CASE("N ranks on shared GPUs, all heads of the model, bf16 partials") {
-  for (const int ranks : {1, 2, 3, 4, 6, 8}) {
+  for (const int ranks : RankCounts()) {
     for (const ExchangeKind exchange : kExchanges) {
       INFO("N " << ranks << " " << ExchangeName(exchange));
       ClusterOptions options =
@@ -95,30 +113,40 @@ TEST_CASE("every geometry, pages of any size") {
       options.page_tokens = g.page_tokens;
       options.blocks = 1200;
       INFO(g.kv_lora_rank << "+" << g.rope_dim << " page " << g.page_tokens);
-      RunLengths(options, {1, 64, 500});
+      RunLengths(options, {1, 64, SmallSizes() ? 70 : 500});
     }
   }
 }
 
 TEST_CASE("one rank on one GPU: graphs equal the eager path bit for bit") {
-  std::vector<std::string> outputs[2];
-  for (const bool graphs : {false, true}) {
-    ClusterOptions options = Options(OnOwnDevices(graphs), 1, 16, 1, ExchangeKind::kA2a);
-    Cluster cluster(options);
-    const TestSequence a = cluster.Create("a", 1);
-    const TestSequence b = cluster.Create("b", 2);
-    cluster.Append(a, 1, 0, 700);
-    cluster.Append(b, 1, 0, 3);
-    for (std::uint64_t i = 0; i < 20; ++i) {
-      const auto at = static_cast<std::int64_t>(i);
-      const StepSpec step{.step_id = 2 + i, .items = {{&a, 700 + at, 1}, {&b, 3 + at, 1}}};
-      const auto reply = cluster.Step(step);
-      REQUIRE(reply.ok());
-      CHECK(cluster.Check(step, *reply).output <= cluster.OutputLimit(DType::kF32));
-      outputs[graphs ? 1 : 0].push_back(reply->output);
+  for (const ExchangeKind exchange : kExchanges) {
+    ClusterOptions options = Options(OnOwnDevices(true), 1, 16, 1, exchange);
+    for (const std::string& backend : CudaBackends(options)) {
+      INFO(backend);
+      options.backend = backend;
+      std::vector<std::string> outputs[2];
+      for (const bool graphs : {false, true}) {
+        options.on.graphs = graphs;
+        Cluster cluster(options);
+        const TestSequence a = cluster.Create("a", 1);
+        const TestSequence b = cluster.Create("b", 2);
+        cluster.Append(a, 1, 0, 700);
+        cluster.Append(b, 1, 0, 3);
+        for (std::uint64_t i = 0; i < 20; ++i) {
+          const auto at = static_cast<std::int64_t>(i);
+          const DType dtype = i % 2 == 0 ? DType::kF32 : DType::kBf16;
+          const StepSpec step{.step_id = 2 + i,
+                              .items = {{&a, 700 + at, 1}, {&b, 3 + at, 1}},
+                              .output_dtype = dtype};
+          const auto reply = cluster.Step(step);
+          REQUIRE(reply.ok());
+          CHECK(cluster.Check(step, *reply).output <= cluster.OutputLimit(dtype));
+          outputs[graphs ? 1 : 0].push_back(reply->output);
+        }
+      }
+      CHECK(outputs[0] == outputs[1]);
     }
   }
-  CHECK(outputs[0] == outputs[1]);
 }
 
 TEST_CASE("what cannot run is refused with the reason") {

@@ -8,6 +8,7 @@
 
 #include "tests/support/cluster.h"
 #include "tests/support/gpu.h"
+#include "tests/support/sizes.h"
 
 namespace dcp::testing {
 namespace {
@@ -45,7 +46,7 @@ class Story {
   std::vector<std::string> Play() {
     std::vector<std::string> outputs;
     std::mt19937 random(3);
-    for (int round = 0; round < 12; ++round) {
+    for (int round = 0; round < (SmallSizes() ? 4 : 12); ++round) {
       ++step_id_;
       std::vector<std::size_t> order(sequences_.size());
       for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -53,14 +54,15 @@ class Story {
       order.resize(1 + static_cast<std::size_t>(round) % order.size());
       const int count = 1 << (round % 3);
       for (int layer = 0; layer < 2; ++layer) {
-        StepSpec step{.step_id = step_id_, .layer = layer};
+        const DType dtype = round % 2 == 0 ? DType::kF32 : DType::kBf16;
+        StepSpec step{.step_id = step_id_, .layer = layer, .output_dtype = dtype};
         for (const std::size_t i : order) {
           step.items.push_back({&sequences_[i], lengths_[i], count});
         }
         const auto reply = cluster_.Step(step);
         INFO(reply.status().ToString());
         REQUIRE(reply.ok());
-        CHECK(cluster_.Check(step, *reply).output <= cluster_.OutputLimit(DType::kF32));
+        CHECK(cluster_.Check(step, *reply).output <= cluster_.OutputLimit(dtype));
         outputs.push_back(reply->output);
       }
       for (const std::size_t i : order) lengths_[i] += count;
@@ -91,14 +93,18 @@ class Story {
 TEST_CASE("two GPUs through NCCL: graphs equal the eager path bit for bit, and the truth") {
   for (const ExchangeKind exchange : kExchanges) {
     for (const DType partial : {DType::kF32, DType::kBf16}) {
-      INFO(ExchangeName(exchange) << " " << DTypeName(partial));
-      std::vector<std::string> outputs[2];
-      for (const bool graphs : {false, true}) {
-        ClusterOptions options = Options(graphs, exchange);
-        options.partial_dtype = partial;
-        outputs[graphs ? 1 : 0] = Story(options).Play();
+      ClusterOptions options = Options(true, exchange);
+      options.partial_dtype = partial;
+      for (const std::string& backend : CudaBackends(options)) {
+        INFO(ExchangeName(exchange) << " " << DTypeName(partial) << " " << backend);
+        options.backend = backend;
+        std::vector<std::string> outputs[2];
+        for (const bool graphs : {false, true}) {
+          options.on.graphs = graphs;
+          outputs[graphs ? 1 : 0] = Story(options).Play();
+        }
+        CHECK(outputs[0] == outputs[1]);
       }
-      CHECK(outputs[0] == outputs[1]);
     }
   }
 }
@@ -107,13 +113,19 @@ TEST_CASE("two GPUs through NCCL, 128 heads") {
   for (const ExchangeKind exchange : kExchanges) {
     ClusterOptions options = Options(true, exchange, 128);
     options.partial_dtype = DType::kBf16;
-    Story(options).Play();
+    for (const std::string& backend : CudaBackends(options)) {
+      INFO(ExchangeName(exchange) << " " << backend);
+      options.backend = backend;
+      Story(options).Play();
+    }
   }
 }
 
 TEST_CASE("the first step of a process in every bucket") {
   ClusterOptions options = Options(true, ExchangeKind::kA2a);
-  for (const int batch : {1, 2, 3, 8, 17, 64, 128}) {
+  const std::vector<int> batches =
+      SmallSizes() ? std::vector<int>{1, 3} : std::vector<int>{1, 2, 3, 8, 17, 64, 128};
+  for (const int batch : batches) {
     options.blocks = 300;
     Cluster cluster(options);
     std::vector<TestSequence> sequences;
@@ -129,8 +141,13 @@ TEST_CASE("the first step of a process in every bucket") {
 }
 
 TEST_CASE("the same step fifty times gives the same bits") {
-  for (const bool graphs : {false, true}) {
-    Cluster cluster(Options(graphs, ExchangeKind::kA2a, 128));
+  const std::vector<std::string> backends = CudaBackends(Options(true, ExchangeKind::kA2a, 128));
+  for (std::size_t i = 0; i < 2 * backends.size(); ++i) {
+    const bool graphs = i % 2 == 0;
+    ClusterOptions options = Options(graphs, ExchangeKind::kA2a, 128);
+    options.backend = backends[i / 2];
+    INFO(options.backend << (graphs ? ", graphs" : ", eager"));
+    Cluster cluster(options);
     const TestSequence a = cluster.Create("a", 1);
     const TestSequence b = cluster.Create("b", 2);
     cluster.Append(a, 1, 0, 5000);
@@ -139,7 +156,7 @@ TEST_CASE("the same step fifty times gives the same bits") {
     const auto first = cluster.Step(step);
     REQUIRE(first.ok());
     CHECK(cluster.Check(step, *first).output <= cluster.OutputLimit(DType::kF32));
-    for (int i = 0; i < 50; ++i) {
+    for (int run = 0; run < (SmallSizes() ? 3 : 50); ++run) {
       const auto again = cluster.Step(step);
       REQUIRE(again.ok());
       CHECK(again->output == first->output);

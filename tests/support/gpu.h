@@ -2,9 +2,13 @@
 #pragma once
 
 #include <catch2/catch.hpp>
+#include <string>
+#include <vector>
 
 #include "base/cuda.h"
+#include "kernels/attention_backend.h"
 #include "runtime/config.h"
+#include "tests/support/cluster.h"
 
 namespace dcp::testing {
 
@@ -28,6 +32,18 @@ inline RanksConfig OnSharedDevices(int ranks) {
 inline RanksConfig OnOwnDevices(bool graphs) {
   Devices();
   return {.device = RankDevice::kCuda, .graphs = graphs};
+}
+
+// Names of the table's lines for GPUs that support what the options ask for.
+inline std::vector<std::string> CudaBackends(const ClusterOptions& options) {
+  std::vector<std::string> names;
+  for (const BackendEntry& entry : Backends()) {
+    if (Supports(entry, MakeConfig(options).Geometry(), Arch::kCuda).ok()) {
+      names.emplace_back(entry.name);
+    }
+  }
+  REQUIRE(!names.empty());
+  return names;
 }
 
 }  // namespace dcp::testing
