@@ -13,10 +13,6 @@ if(CMAKE_CUDA_COMPILER)
 endif()
 option(DCP_CUDA "Build the CUDA backends and the NCCL communicator" ${cuda_found})
 
-# Machine code only, no PTX: a GPU that is not in this list says so instead of compiling at start.
-set(DCP_CUDA_ARCHITECTURES "80;90a;100f;103a" CACHE STRING
-  "Compute capabilities that GPU code is built for")
-
 if(PROJECT_IS_TOP_LEVEL)
   get_property(multi_config GLOBAL PROPERTY GENERATOR_IS_MULTI_CONFIG)
   if(NOT CMAKE_BUILD_TYPE AND NOT multi_config)
@@ -38,4 +34,12 @@ if(DCP_CUDA)
   set(CMAKE_CUDA_ARCHITECTURES OFF)  # CMake 3.25 knows neither 100f nor C++20 here: dcp_flags
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
+
+  # Machine code only, no PTX: a GPU that is not in this list says so instead of compiling at start.
+  set(architectures 80 90a)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
+    list(APPEND architectures 100f 103a)
+  endif()
+  set(DCP_CUDA_ARCHITECTURES ${architectures} CACHE STRING
+    "Compute capabilities that GPU code is built for")
 endif()
