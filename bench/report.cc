@@ -1,24 +1,39 @@
 #include "bench/report.h"
 
+#include <cctype>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
+#include <fstream>
 
 #include "base/cuda.h"
 #include "base/version.h"
 #include "comm/nccl.h"
 
 namespace dcp::bench {
+namespace {
+
+// The kernel driver's, such as 580.95.05: the first word with a dot that begins with a digit; what
+// CUDA it serves, where the driver's file is not there.
+std::string DriverVersion() {
+  std::ifstream file("/proc/driver/nvidia/version");
+  for (std::string word; file >> word;) {
+    if (std::isdigit(static_cast<unsigned char>(word[0])) != 0 &&
+        word.find('.') != std::string::npos) {
+      return word;
+    }
+  }
+  int cuda = 0;
+  cudaDriverGetVersion(&cuda);
+  return "for CUDA " + std::to_string(cuda / 1000) + "." + std::to_string(cuda % 1000 / 10);
+}
+
+}  // namespace
 
 Status WriteReport(const std::string& path, const std::string& command, const std::string& rows) {
   DCP_ASSIGN_OR_RETURN(const cuda::DeviceInfo device, cuda::Describe(0));
-  int driver = 0;
   int runtime = 0;
-  cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
-  const auto text = [](int v) {
-    return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10);
-  };
   const Result<NcclVersion> nccl = LoadedNccl();
   const char* const hash = std::getenv("DCP_GIT_HASH");
   char date[32];
@@ -31,7 +46,8 @@ Status WriteReport(const std::string& path, const std::string& command, const st
       file,
       "{\n\"gpu\": \"%s\", \"driver\": \"%s\", \"cuda\": \"%s\", \"nccl\": \"%s\",\n"
       "\"git_hash\": \"%s\", \"date\": \"%s\",\n\"command\": \"%s\",\n\"results\": [\n%s\n]\n}\n",
-      device.name.c_str(), text(driver).c_str(), text(runtime).c_str(),
+      device.name.c_str(), DriverVersion().c_str(),
+      (std::to_string(runtime / 1000) + "." + std::to_string(runtime % 1000 / 10)).c_str(),
       nccl.ok() ? std::to_string(nccl->code).c_str() : "none",
       hash != nullptr ? hash : std::string(kGitHash).c_str(), date, command.c_str(), rows.c_str());
   const bool written = std::ferror(file) == 0;

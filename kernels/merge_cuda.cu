@@ -224,8 +224,9 @@ __device__ bool ScaleRow(const DeviceScaleArgs& args, RowSources<B>& sources, in
   return __any_sync(kAllLanes, sources.merged.fault ? group == args.rank : fault);
 }
 
+// Four blocks on a multiprocessor are enough: for eight, ptxas spills on sm_100f.
 template <LogBase B, class T, int kItems>
-__global__ void __launch_bounds__(kThreads) ScaleKernel(const DeviceScaleArgs args) {
+__global__ void __launch_bounds__(kThreads, 4) ScaleKernel(const DeviceScaleArgs args) {
   __shared__ RowSources<B> rows[kWarps];
   const unsigned group_rows = static_cast<unsigned>(args.step->tokens * args.heads_per_group);
   const unsigned at = blockIdx.x * kWarps + static_cast<unsigned>(Warp());

@@ -32,7 +32,7 @@ Admission::Admission(const ReplayPlan& plan, const AdmissionLimits& limits, Serv
 
 Admission::~Admission() {
   thread_.join();
-  End(std::move(ready_));
+  End(ready_);
   std::vector<v1::SequenceRef> left;
   for (const Prefix& p : prefixes_) {
     if (p.sequence) left.push_back(*p.sequence);
@@ -51,7 +51,7 @@ bool Admission::Exhausted() const {
   return done_ && ready_.empty();
 }
 
-void Admission::End(std::vector<std::unique_ptr<Session>> sessions) {
+void Admission::End(const std::vector<std::unique_ptr<Session>>& sessions) {
   std::vector<v1::SequenceRef> release;
   {
     const std::lock_guard lock(mutex_);

@@ -51,7 +51,7 @@ class Admission {
   // No session is ready and none will come.
   bool Exhausted() const;
   // Releases sessions, and prefixes without further users.
-  void End(std::vector<std::unique_ptr<Session>> sessions);
+  void End(const std::vector<std::unique_ptr<Session>>& sessions);
 
  private:
   struct Prefix {

@@ -214,7 +214,7 @@ void Driver::EndFinished() {
     ++stats_.requests;
     result_.request_us.push_back(MicrosSince(s->scheduled));
   }
-  if (!gone.empty()) admission_.End(std::move(gone));
+  if (!gone.empty()) admission_.End(gone);
 }
 
 }  // namespace dcp
