@@ -127,6 +127,7 @@ class Case {
                                                 .max_keys = shape_.keys}));
     std::vector<std::int32_t> entry_begin;
     std::vector<std::int32_t> bounds;
+    bounds.reserve(static_cast<std::size_t>(tokens()));
     for (int e = 0; e <= shape_.batch; ++e) entry_begin.push_back(e * shape_.query_tokens);
     for (int t = 0; t < tokens(); ++t) bounds.push_back(Bound(shape_, t));
     std::vector<std::int32_t> table;

@@ -5,6 +5,7 @@
 #include <barrier>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,13 +27,14 @@ struct RankContext {
 // Runs f on a thread per rank, rank r on device r, connected through NCCL. Returns the first error;
 // a rank that fails aborts the group, so that the others end too.
 inline Status RunRanks(int ranks, const std::function<Status(RankContext&)>& f) {
-  std::vector<int> devices;
-  for (int r = 0; r < ranks; ++r) devices.push_back(r);
+  std::vector<int> devices(static_cast<std::size_t>(ranks));
+  std::iota(devices.begin(), devices.end(), 0);
   DCP_ASSIGN_OR_RETURN(auto group,
                        NcclGroups(devices, std::chrono::seconds(60))({.epoch = 1, .size = ranks}));
   std::barrier<> together(ranks);
   std::vector<Status> statuses(devices.size());
   std::vector<std::thread> threads;
+  threads.reserve(devices.size());
   for (int r = 0; r < ranks; ++r) {
     threads.emplace_back([&, r] {
       const auto i = static_cast<std::size_t>(r);

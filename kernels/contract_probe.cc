@@ -264,7 +264,9 @@ class Prober {
       bool lse_clean = true;
       for (std::int64_t i = (g + 1) * b.lse_stride - kPadBytes; i < (g + 1) * b.lse_stride;
            i += 4) {
-        lse_clean &= std::memcmp(b.lse.data() + i, &kLseJunk, sizeof(kLseJunk)) == 0;
+        float lse;
+        std::memcpy(&lse, b.lse.data() + i, sizeof(lse));
+        lse_clean &= lse == kLseJunk;
       }
       if (!out_clean || !lse_clean) return Broken("writes outside its rows");
     }
@@ -288,7 +290,7 @@ class Prober {
     if (Near(lse, expected)) return Status::Ok();
     const std::string where = " (row sees " + std::to_string(p.bound[t]) + " keys, head " +
                               std::to_string(h) + "), expected " + std::to_string(expected);
-    if (std::memcmp(&lse, &kLseJunk, sizeof(lse)) == 0) return Broken("does not write the LSE");
+    if (lse == kLseJunk) return Broken("does not write the LSE");
     if (std::isnan(lse)) return Broken("writes LSE NaN: it reads keys beyond the bound" + where);
     const std::string value = "writes LSE " + std::to_string(lse);
     if (Near(lse, other)) {

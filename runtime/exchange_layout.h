@@ -1,6 +1,7 @@
 // Byte layout of the exchange's messages, the same on hosts and devices.
-//   a2a    to each rank: [tokens, heads / N, d_v] partials, padding to 4 bytes, [tokens, heads / N]
-//   LSE ag_rs  partials [N groups][tokens, heads / N, d_v]; LSE [N groups][tokens, heads / N]
+//   a2a    to each rank: [tokens, heads / N, d_v] partials, [tokens, heads / N] LSE, each padded to
+//          16 bytes
+//   ag_rs  partials [N groups][tokens, heads / N, d_v]; LSE [N groups][tokens, heads / N]
 #pragma once
 
 #include <cstddef>

@@ -283,19 +283,25 @@ Status ReadLog(Section section, LogConfig& log) {
   return section.Finish();
 }
 
+constexpr std::array<std::string_view, 8> kSections = {"server",    "ranks",    "model",  "kv",
+                                                       "attention", "exchange", "limits", "log"};
+
+Status Unknown(const std::string& file, std::string_view key, const toml::node& node) {
+  std::string names;
+  for (const std::string_view n : kSections) {
+    names.append(names.empty() ? "[" : ", [").append(n).append("]");
+  }
+  return Status(Reason::kConfig, file + ":" + std::to_string(node.source().begin.line) + ": " +
+                                     std::string(key) +
+                                     (node.is_table() ? ": unknown section" : ": unknown key") +
+                                     ", expected one of " + names);
+}
+
 Status CheckSections(const toml::table& root, const std::string& file) {
-  constexpr std::array<std::string_view, 8> kSections = {"server",    "ranks",    "model",  "kv",
-                                                         "attention", "exchange", "limits", "log"};
   for (const auto& [key, node] : root) {
-    if (std::find(kSections.begin(), kSections.end(), key.str()) != kSections.end()) continue;
-    std::string names;
-    for (const std::string_view n : kSections) {
-      names.append(names.empty() ? "[" : ", [").append(n).append("]");
+    if (std::find(kSections.begin(), kSections.end(), key.str()) == kSections.end()) {
+      return Unknown(file, key.str(), node);
     }
-    return Status(Reason::kConfig, file + ":" + std::to_string(node.source().begin.line) + ": " +
-                                       std::string(key.str()) +
-                                       (node.is_table() ? ": unknown section" : ": unknown key") +
-                                       ", expected one of " + names);
   }
   return Status::Ok();
 }

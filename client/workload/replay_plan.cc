@@ -83,6 +83,7 @@ ReplayPlan PlanReplay(const std::vector<TraceRow>& rows, const LengthScale& scal
   ReplayPlan plan;
   Trie trie;
   std::vector<int> ends;
+  ends.reserve(rows.size());
   for (const TraceRow& row : rows) {
     ends.push_back(trie.Add(row.hash_ids, scale.Apply(row.input_length), block_tokens));
   }

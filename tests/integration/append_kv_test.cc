@@ -69,7 +69,7 @@ TEST_CASE("what does not cover each (layer, token) once is COVERAGE") {
     Append append(w.client);
     append.Send(w.Header());
     for (const auto& chunk : chunks) append.Send(chunk);
-    const std::string got = append.Commit();
+    std::string got = append.Commit();
     CHECK(w.State() == before);
     return got;
   };
@@ -103,7 +103,7 @@ TEST_CASE("headers that are refused") {
     change(*header.mutable_header());
     Append append(w.client);
     append.Send(header).Send(w.Chunk(0, 0, 12));
-    const std::string got = append.Commit();
+    std::string got = append.Commit();
     CHECK(w.State() == before);
     return got;
   };

@@ -52,7 +52,7 @@ struct World {
   RpcError Refused(const v1::DecodeStepRequest& request) {
     const std::string before = State();
     v1::DecodeStepResponse response;
-    const RpcError unary = ErrorOf(client.Call(request, &response));
+    RpcError unary = ErrorOf(client.Call(request, &response));
     CHECK(State() == before);
 
     const auto context = TestClient::Context();
@@ -261,7 +261,7 @@ TEST_CASE("sequences: ids, request ids, geometry, leases, limits") {
     change(request);
     const std::string before = w.State();
     v1::CreateSequenceResponse response;
-    const std::string got = CodeAndReason(
+    std::string got = CodeAndReason(
         w.client.stub().CreateSequence(TestClient::Context().get(), request, &response));
     CHECK(w.State() == before);
     return got;
@@ -293,7 +293,7 @@ TEST_CASE("sequences: ids, request ids, geometry, leases, limits") {
     request.set_request_id("r");
     request.set_at_length(at);
     v1::ForkSequenceResponse response;
-    const std::string got = CodeAndReason(
+    std::string got = CodeAndReason(
         w.client.stub().ForkSequence(TestClient::Context().get(), request, &response));
     CHECK(w.State() == before);
     return got;
@@ -310,7 +310,7 @@ TEST_CASE("sequences: ids, request ids, geometry, leases, limits") {
     request.set_step_id(step_id);
     request.set_to_length(to);
     v1::TruncateSequenceResponse response;
-    const std::string got = CodeAndReason(
+    std::string got = CodeAndReason(
         w.client.stub().TruncateSequence(TestClient::Context().get(), request, &response));
     CHECK(w.State() == before);
     return got;

@@ -171,11 +171,17 @@ TEST_CASE("A row's bits depend on nothing but its own query, keys and bound") {
 TEST_CASE("A key that is not finite reaches the rows that see it and no other") {
   for (const Bf16 poison : {kBf16NaN, ToBf16(kInf), ToBf16(-kInf)}) {
     // In the value part and in the rest of the key, of small and of large dims.
-    for (const auto& [dims, dim] : {std::pair{kSmallAndFull[0], 5},
-                                    {kSmallAndFull[0], 70},
-                                    {kSmallAndFull[1], 5},
-                                    {kSmallAndFull[1], 510},
-                                    {kSmallAndFull[1], 570}}) {
+    struct Place {
+      Dims dims;
+      int dim;
+    };
+    for (const Place place : {Place{kSmallAndFull[0], 5},
+                              {kSmallAndFull[0], 70},
+                              {kSmallAndFull[1], 5},
+                              {kSmallAndFull[1], 510},
+                              {kSmallAndFull[1], 570}}) {
+      const Dims dims = place.dims;
+      const int dim = place.dim;
       // With 7 heads no border between tokens is one between blocks of rows in a register tile.
       AttentionProblem p({.heads = 7,
                           .d_qk = dims.d_qk,

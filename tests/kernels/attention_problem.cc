@@ -334,8 +334,10 @@ bool SameBits(const AttentionProblem& part_problem, const Partial& part,
     for (int h = 0; h < part_problem.heads; ++h) {
       const std::size_t a = static_cast<std::size_t>(t) * part_problem.heads + h;
       const std::size_t b = static_cast<std::size_t>(t + token) * whole_problem.heads + h + head;
+      // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): bits, NaN included
       if (std::memcmp(&part.lse[a], &whole.lse[b], sizeof(float)) != 0) return false;
       if (part_problem.bound[t] == 0) continue;  // the output of an empty row is not specified
+      // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): the same
       if (std::memcmp(&part.out[a * d_v], &whole.out[b * d_v], d_v * sizeof(float)) != 0) {
         return false;
       }

@@ -8,7 +8,7 @@
 namespace dcp::test {
 
 std::span<const BackendEntry> BackendsUnderTest() {
-  static const std::vector<BackendEntry> entries = [] {
+  static const std::vector<BackendEntry> kEntries = [] {
     std::vector<BackendEntry> cuda;
     for (const BackendEntry& entry : Backends()) {
       if (entry.caps.arch == Arch::kCuda) cuda.push_back(entry);
@@ -16,7 +16,7 @@ std::span<const BackendEntry> BackendsUnderTest() {
     cuda.push_back(CudaPortableBase2());
     return cuda;
   }();
-  return entries;
+  return kEntries;
 }
 
 }  // namespace dcp::test

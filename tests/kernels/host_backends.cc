@@ -6,14 +6,14 @@
 namespace dcp::test {
 
 std::span<const BackendEntry> BackendsUnderTest() {
-  static const std::vector<BackendEntry> entries = [] {
+  static const std::vector<BackendEntry> kEntries = [] {
     std::vector<BackendEntry> host;
     for (const BackendEntry& entry : Backends()) {
       if (entry.caps.arch == Arch::kHost) host.push_back(entry);
     }
     return host;
   }();
-  return entries;
+  return kEntries;
 }
 
 }  // namespace dcp::test

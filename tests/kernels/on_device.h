@@ -18,13 +18,13 @@ inline void RequireOk(const Status& status) {
 
 // The one stream of a test program.
 inline const cuda::Stream& TestStream() {
-  static const cuda::Stream stream = [] {
+  static const cuda::Stream kStream = [] {
     RequireOk(cuda::UseDevice(0));
     auto made = cuda::Stream::Create(0);
     RequireOk(made.status());
     return *std::move(made);
   }();
-  return stream;
+  return kStream;
 }
 
 inline cuda::DeviceBuffer DeviceBytes(std::size_t bytes) {
