@@ -1,6 +1,7 @@
 #include "base/tensor.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace dcp {
 namespace {
@@ -31,10 +32,12 @@ Status CheckTensor(std::string_view name, const TensorView& tensor, DType dtype,
   unsigned __int128 bytes = SizeOf(dtype);
   for (const std::int64_t dim : shape) bytes *= static_cast<std::uint64_t>(dim);
   if (bytes != tensor.bytes.size()) {
-    return Status(Reason::kByteSize,
-                  field + " has " + std::to_string(tensor.bytes.size()) + " bytes, expected " +
-                      std::to_string(static_cast<std::uint64_t>(bytes)) + " for " +
-                      ShapeText(shape) + " " + std::string(DTypeName(dtype)));
+    constexpr auto kMost = std::numeric_limits<std::uint64_t>::max();
+    const std::string expected = bytes > kMost ? "more than " + std::to_string(kMost)
+                                               : std::to_string(static_cast<std::uint64_t>(bytes));
+    return Status(Reason::kByteSize, field + " has " + std::to_string(tensor.bytes.size()) +
+                                         " bytes, expected " + expected + " for " +
+                                         ShapeText(shape) + " " + std::string(DTypeName(dtype)));
   }
   return Status::Ok();
 }

@@ -61,10 +61,11 @@ Result<Verdict> JudgeWrite(const LayerState& layer, const WriteClaim& claim,
         layer);
   }
   if (claim.start < layer.length && !claim.rewind) {
-    return WithLength(Status(Reason::kLengthConflict,
-                             name + ": length is " + std::to_string(layer.length) + ", start is " +
-                                 std::to_string(claim.start) + "; set rewind to replace tokens"),
-                      layer);
+    return WithLength(
+        Status(Reason::kLengthConflict, name + ": length is " + std::to_string(layer.length) +
+                                            ", start is " + std::to_string(claim.start) +
+                                            "; a step with rewind replaces tokens"),
+        layer);
   }
   if (claim.count > max_context - claim.start) {
     return Status(Reason::kContextLimit,

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -283,6 +284,9 @@ Status ReadLog(Section section, LogConfig& log) {
   return section.Finish();
 }
 
+// The parser calls itself for every part of a dotted key: a long enough one would end the stack.
+constexpr std::size_t kMaxConfigBytes = 16 << 10;
+
 constexpr std::array<std::string_view, 8> kSections = {"server",    "ranks",    "model",  "kv",
                                                        "attention", "exchange", "limits", "log"};
 
@@ -392,10 +396,19 @@ Result<ServerConfig> ParseConfig(std::string_view text, std::string_view name) {
 }
 
 Result<ServerConfig> LoadConfig(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+  std::error_code error;
+  std::ifstream in;
+  if (!std::filesystem::is_directory(path, error)) in.open(path, std::ios::binary);
+  // One byte more than may be there. read() reports what goes wrong in flags, unlike iterators.
+  std::string text(kMaxConfigBytes + 1, '\0');
+  in.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (!in.is_open() || in.bad()) {
     return Status(Reason::kConfig, path + ": cannot be read, expected a TOML file");
+  }
+  text.resize(static_cast<std::size_t>(in.gcount()));
+  if (text.size() > kMaxConfigBytes) {
+    return Status(Reason::kConfig, path + ": has more than " + std::to_string(kMaxConfigBytes) +
+                                       " bytes, expected a TOML file of at most so many");
   }
   return ParseConfig(text, path);
 }

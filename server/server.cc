@@ -43,6 +43,12 @@ std::chrono::system_clock::time_point ToSystem(TimePoint deadline) {
 
 void SetChannelArguments(const ServerConfig& config, grpc::ServerBuilder& builder) {
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.max_message_bytes));
+  // gRPC checks that size after it has decompressed, and a thousandth of a message can be all that
+  // was sent. Tensors do not compress: compressed messages answer UNIMPLEMENTED.
+  builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
+    builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
+  }
   // A port in use is an error, not a second server on it.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   // Clients may ping every 10 s (a second less for their clocks), in idle times too; ours finds
@@ -134,10 +140,11 @@ bool Server::Stop(TimePoint deadline) {
   if (!live_.WaitForNoneInProgress(drain_deadline)) {
     spdlog::warn("drain: clients that do not read their answers are cut off");
   }
-  // No call of ours is left that could finish: what gRPC would still wait for is connections, and
-  // idle clients take up to 5 s to notice that they should close theirs.
-  constexpr Millis kLastCalls{100};
-  grpc_->Shutdown(ToSystem(std::min<TimePoint>(deadline, Clock::now() + kLastCalls)));
+  // What is left is calls that arrive until gRPC stops listening, which are refused at once, but
+  // need a moment on a busy host; and connections: idle clients take up to 5 s to close theirs.
+  const Nanos last_calls =
+      std::min<Nanos>(std::max<Nanos>(deadline - Clock::now(), Nanos{0}) / 2, Millis{1000});
+  grpc_->Shutdown(ToSystem(Clock::now() + last_calls));
   return TakeDown(deadline) && drained;
 }
 

@@ -2,10 +2,13 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <ctime>
 #include <string>
 #include <thread>
@@ -102,7 +105,19 @@ sigset_t StopSignals() {
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGHUP);
   return signals;
+}
+
+// As many connections as the host lets us have: gRPC 1.51 stops listening for good when it cannot
+// accept one.
+void RaiseFileLimit() {
+  rlimit files{};
+  if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur == files.rlim_max) return;
+  files.rlim_cur = files.rlim_max;
+  if (setrlimit(RLIMIT_NOFILE, &files) != 0) {
+    spdlog::warn("the limit of open files stays as it is: {}", std::strerror(errno));
+  }
 }
 
 // While the server stops: a second signal, or the bound, ends the process whatever hangs.
@@ -131,6 +146,8 @@ int ServerMain(int argc, char** argv, EngineHooks hooks) {
   cuda::SetUpEnvironment();
 #endif
 
+  RaiseFileLimit();
+
   // Before any thread starts: all inherit the mask, and only sigwait gets these signals.
   const sigset_t signals = StopSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
@@ -155,7 +172,7 @@ int ServerMain(int argc, char** argv, EngineHooks hooks) {
 
   int signal = 0;
   sigwait(&signals, &signal);
-  spdlog::info("{}: draining, at most {} ms", signal == SIGTERM ? "SIGTERM" : "SIGINT",
+  spdlog::info("SIG{}: draining, at most {} ms", sigabbrev_np(signal),
                config.drain_timeout.count());
   const TimePoint deadline = Clock::now() + config.drain_timeout;
   GuardStop(deadline);

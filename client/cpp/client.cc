@@ -48,6 +48,22 @@ Millis ToMillis(const google::protobuf::Duration& d) {
 
 }  // namespace
 
+namespace {
+
+// Callers size buffers by these.
+RpcError CheckGeometry(const v1::ModelGeometry& model) {
+  const auto within = [](std::int64_t x, std::int64_t low) { return x >= low && x <= 1 << 16; };
+  if (within(model.layers(), 1) && within(model.heads(), 1) && within(model.kv_lora_rank(), 1) &&
+      within(model.rope_dim(), 0)) {
+    return {};
+  }
+  return {.code = grpc::StatusCode::INTERNAL,
+          .message = "the server says that its model is { " + model.ShortDebugString() +
+                     " }, expected 1 to 65536 layers, heads and dims"};
+}
+
+}  // namespace
+
 RpcResult<std::unique_ptr<Client>> Client::Connect(const std::string& address, Millis timeout) {
   std::unique_ptr<Client> client(new Client());
   client->timeout_ = timeout;
@@ -55,6 +71,7 @@ RpcResult<std::unique_ptr<Client>> Client::Connect(const std::string& address, M
   RpcResult<v1::GetServerInfoResponse> info = client->GetServerInfo();
   if (!info.ok()) return info.error();
   client->info_ = *info;
+  if (RpcError error = CheckGeometry(info->model()); !error.ok()) return error;
   const std::int64_t limit = client->info_.limits().max_message_bytes();
   if (limit > 0) client->stub_ = v1::DecodeService::NewStub(MakeChannel(address, limit));
   return client;

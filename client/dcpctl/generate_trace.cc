@@ -58,7 +58,7 @@ void AddGenerateTraceCommand(CLI::App& app, const Globals& globals, Action& acti
       ->capture_default_str();
   command->add_option("--seed", o.seed, "Same seed, same trace")->capture_default_str();
   command->add_option("--shared-share", o.shared_share, "Share of a turn's input that is shared")
-      ->check(CLI::Range(0.0, 0.95))
+      ->check(NumberIn(0, 0.95))
       ->capture_default_str();
   command->add_option("--fork-depth", o.fork_depth, "Turns of every third conversation")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{64}))
@@ -73,7 +73,7 @@ void AddGenerateTraceCommand(CLI::App& app, const Globals& globals, Action& acti
       ->check(CLI::Range(std::int64_t{1}, kMany))
       ->capture_default_str();
   command->add_option("--duration", o.duration_s, "About the seconds in which conversations begin")
-      ->check(CLI::Range(0.0, 1e6))
+      ->check(NumberIn(0, 1e6))
       ->capture_default_str();
   command->add_option("--burst", o.burst, "Conversations that begin at the same moment")
       ->check(CLI::Range(std::int64_t{1}, kMany))
@@ -81,7 +81,7 @@ void AddGenerateTraceCommand(CLI::App& app, const Globals& globals, Action& acti
   command
       ->add_option("--regenerate-share", o.regenerate_share,
                    "Share of requests that repeat the input before them")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(NumberIn(0, 1))
       ->capture_default_str();
   command->callback([&globals, &action, options, path] {
     action = [&globals, options, path] { return Generate(globals, *options, *path); };

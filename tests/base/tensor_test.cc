@@ -34,7 +34,9 @@ TEST_CASE("byte sizes are computed beyond 64 bits") {
   // 2^32 * 2^32 * 2 bytes is 0 modulo 2^64: an empty payload must not pass.
   const std::array<std::int64_t, 2> huge{1LL << 32, 1LL << 32};
   const TensorView tensor{.dtype = DType::kBf16, .shape = huge, .bytes = {}};
-  CHECK(CheckTensor("x", tensor, DType::kBf16, huge).reason() == Reason::kByteSize);
+  const Status status = CheckTensor("x", tensor, DType::kBf16, huge);
+  CHECK(status.reason() == Reason::kByteSize);
+  CHECK(status.message().find("expected more than 18446744073709551615") != std::string::npos);
 }
 
 TEST_CASE("a message says what was given and what was expected, and stays short") {

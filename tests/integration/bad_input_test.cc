@@ -386,6 +386,29 @@ TEST_CASE("messages over the limit: gRPC's answer, an untouched server") {
   CHECK(w.State() == before);
 }
 
+TEST_CASE("compressed messages are refused before anything is decompressed") {
+  World w;
+  const std::string before = w.State();
+  // Zeros: a thousandth of it on the wire, and more than a server takes when it is unpacked.
+  auto step = w.Valid();
+  step.mutable_query()->mutable_data()->resize(32 << 20);
+  for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_GZIP, GRPC_COMPRESS_DEFLATE}) {
+    v1::DecodeStepResponse response;
+    const auto context = TestClient::Context();
+    context->set_compression_algorithm(algorithm);
+    const grpc::Status status = w.client.stub().DecodeStep(context.get(), step, &response);
+    CHECK(CodeAndReason(status) == "UNIMPLEMENTED");
+    const auto stream_context = TestClient::Context();
+    stream_context->set_compression_algorithm(algorithm);
+    const auto stream = w.client.stub().DecodeStream(stream_context.get());
+    stream->Write(step);
+    stream->WritesDone();
+    CHECK(!stream->Read(&response));
+    CHECK(CodeAndReason(stream->Finish()) == "UNIMPLEMENTED");
+    CHECK(w.State() == before);
+  }
+}
+
 // A unary call with arbitrary bytes as its request.
 grpc::Status CallWithBytes(TestClient& client, const std::string& method,
                            const std::string& bytes) {

@@ -105,8 +105,8 @@ TEST_CASE("JSON logs are one object per line") {
   CHECK(lines > 5);
 }
 
-TEST_CASE("SIGTERM and SIGINT: an idle server exits 0 at once, its socket is gone") {
-  const int signal = GENERATE(SIGTERM, SIGINT);
+TEST_CASE("SIGTERM, SIGINT and SIGHUP: an idle server exits 0 at once, its socket is gone") {
+  const int signal = GENERATE(SIGTERM, SIGINT, SIGHUP);
   const TemporaryFolder folder;
   const std::string path = folder.path() + "/socket";
   ServerProcess server(ServerOptions{.listen = "unix:" + path});

@@ -1,7 +1,11 @@
 #include "server/config_loader.h"
 
+#include <unistd.h>
+
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <cstdio>
+#include <fstream>
 #include <string>
 
 namespace dcp {
@@ -108,6 +112,19 @@ TEST_CASE("a file that cannot be read is named") {
   const auto config = LoadConfig("/nonexistent/dcp.toml");
   REQUIRE(!config.ok());
   CHECK_THAT(config.status().message(), Has("/nonexistent/dcp.toml") && Has("cannot be read"));
+  CHECK_THAT(LoadConfig(".").status().message(), Has("cannot be read"));
+}
+
+TEST_CASE("a file that is too large is not parsed") {
+  // The parser would run out of stack in this one.
+  std::string key = "a";
+  while (key.size() < 400'000) key += ".a";
+  const std::string path = "/tmp/dcp_config_" + std::to_string(getpid()) + ".toml";
+  std::ofstream(path) << key << " = 1\n";
+  const auto config = LoadConfig(path);
+  std::remove(path.c_str());
+  REQUIRE(!config.ok());
+  CHECK_THAT(config.status().message(), Has(path) && Has("16384 bytes"));
 }
 
 TEST_CASE("unknown sections and keys are errors") {

@@ -157,12 +157,12 @@ void AddReplayCommand(CLI::App& app, const Globals& globals, Action& action) {
       ->capture_default_str();
   command
       ->add_option("--time-scale", o.time_scale, "Scales the trace's times; 0: as fast as possible")
-      ->check(CLI::NonNegativeNumber)
+      ->check(NumberIn(0, 1e9))
       ->capture_default_str();
   command
       ->add_option("--verify-rate", o.verify_rate,
                    "Share of (token, head, layer) rows to verify, besides one of every request")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(NumberIn(0, 1))
       ->capture_default_str();
   command->add_option("--concurrency", o.concurrency, "Most live requests")
       ->check(CLI::Range(1, 1'000'000))
